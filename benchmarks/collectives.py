@@ -5,9 +5,9 @@
 Each run starts fresh ranks with one thread each, creates a group of each backend, and takes samples of both in turn
 after a barrier; a sample counts its slowest rank. A run's figure is the median of its samples; the median of the runs
 is reported. In `memcpy` all ranks copy as many bytes as the call has, at the same time: no all-reduce can read its
-input and write its result faster. A rank that shares its processor makes many such copies in one time slice, from
-caches that no other rank uses; `memcpy_in_step` has a barrier after each copy, as any collective has. A reduce-scatter
-is also compared with weft's all-reduce, which is sampled in the same row.
+input and write its result faster. But a rank that shares its processor with others makes many such copies in one time
+slice, with the caches to itself; so `memcpy_in_step` has a barrier after each copy, because a collective synchronizes
+the ranks, too. A reduce-scatter is also compared with weft's all-reduce of as many bytes, sampled in turn with it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MIN_RATIOS = {
     8: _MIN_RATIOS_OF_MANY,
 }
 MAX_REDUCE_SCATTER = {"small": 1.1, "large": 0.8}  # relative to weft's all-reduce; large is from 1 MiB up
-MAX_MEMCPY = 3.0  # an all-reduce of 4 MiB over memcpy_in_step, and over memcpy if each rank has a processor
+MAX_MEMCPY = 3.0  # an all-reduce of 4 MiB over memcpy_in_step and, if each rank has its own processor, over memcpy
 _SAMPLE_SECONDS = 0.03  # approximately
 _NUM_SAMPLES = 7
 
@@ -156,7 +156,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5, help="fresh groups whose medians are taken")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     args = parser.parse_args()
     if min(args.ranks) < 2 or args.runs < 1:
         parser.error("give --ranks of 2 or more and --runs of 1 or more.")

@@ -3,8 +3,8 @@
     python benchmarks/cross_entropy.py --ranks 2 [--json] [--check]
 
 Each candidate computes the mean loss of hidden states and an output matrix, forward and backward. `peak` counts the
-bytes of CPU tensors on the rank with the most, without those that existed before (hidden states, targets and matrix),
-as weft.memory counts them; times are medians of samples taken in turn.
+bytes of CPU tensors on the rank with the most, as weft.memory counts them, without those that existed before (hidden
+states, targets and matrix) and without shared memory; times are medians of samples taken in turn.
 
 - plain: every rank has the full matrix and F.cross_entropy of all logits;
 - loss_parallel: the matrix sharded as a DTensor, F.cross_entropy in torch's loss_parallel;
@@ -43,8 +43,8 @@ def candidates(vocab: int, tokens: int, dim: int) -> dict[str, Callable[[], Tens
     x = torch.randn(tokens, dim, requires_grad=True)
     target = torch.randint(0, vocab, (tokens,))
     full = torch.randn(vocab, dim).mul_(0.02).requires_grad_()
-    start, rows = weft.nn.shard_range(vocab, dist.get_world_size(), dist.get_rank())
-    shard = full.detach()[start : start + rows].clone().requires_grad_()
+    start, num_rows = weft.nn.shard_range(vocab, dist.get_world_size(), dist.get_rank())
+    shard = full.detach()[start : start + num_rows].clone().requires_grad_()
     sharded = DTensor.from_local(shard.detach(), mesh, [Shard(0)], shape=(vocab, dim), stride=(dim, 1)).requires_grad_()
 
     def step(leaves: list[Tensor], loss: Callable[[], Tensor]) -> Tensor:
@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--dim", type=int, default=256, help="of a hidden state")
     parser.add_argument("--samples", type=int, default=3, help="of which the time is the median")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     args = parser.parse_args()
     rows = run_on_ranks(measure, args.ranks, args.vocab, args.tokens, args.dim, args.samples, backend="cpu:weft")
     if args.json:

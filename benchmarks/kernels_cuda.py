@@ -155,11 +155,11 @@ def failures(results: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda, or cpu")
-    parser.add_argument("--tokens", type=int, default=8192, help="rows of every matrix")
+    parser.add_argument("--tokens", type=int, default=8192, help="rows of every activation")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-7b", "llama-70b"], help="their shapes")
     parser.add_argument("--samples", type=int, default=21, help="of which a time is the median")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():

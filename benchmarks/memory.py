@@ -7,10 +7,10 @@ Every row is a training run on fresh CPU ranks, whose tensors an allocator count
 is the time before the first training step, training is the rest; figures are those of the rank with the most. They are
 reported with the memory model's prediction and the ideal: the prediction for one rank, divided by the number of ranks.
 With --simulate only rank 0 runs, and torch's fake process group stands in for the others: the allocations of a rank do
-not depend on the values it receives. So one CUDA device shows the memory of each of eight: only tensors on the device,
-with cuBLAS's workspaces (CUBLAS_WORKSPACE_CONFIG, the same for all columns), which the published figures include, too,
-but without the host memory of a rank. Predictions are for CPU ranks, including shared memory, even for rows measured on
-other devices. A row that fails is named at the end, and the exit status is 1; the others are reported.
+not depend on the values it receives. So one CUDA device shows the device memory of a rank of eight: the tensors and, as
+in the figures on Lightning's page, cuBLAS's workspaces (CUBLAS_WORKSPACE_CONFIG, the same for all columns), without the
+rank's host memory. Predictions are for CPU ranks, including shared memory, even for rows measured on other devices. The
+error of a row that fails is printed, the other rows are still measured, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def row_of(
 
 
 def peak_bytes_of(usage: dict[str, int]) -> int:
-    """Return the bytes of a peak: on CUDA those of tensors."""
+    """Return the total bytes of a peak: of all categories, or the allocated ones on CUDA (not the reserved ones)."""
     return usage["allocated"] if "allocated" in usage else sum(usage.values())
 
 
@@ -125,9 +125,9 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="sizes for a gate: seconds, not minutes")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write results.json, table.md and memory.svg")
-    parser.add_argument("--simulate", action="store_true", help="run rank 0 alone and pretend the others")
+    parser.add_argument("--simulate", action="store_true", help="run only rank 0, and simulate the others")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: with --simulate only")
-    parser.add_argument("--resident", action="store_true", help="what Linux says of the processes, too: their VmHWM")
+    parser.add_argument("--resident", action="store_true", help="also report the processes' peak resident bytes")
     args = parser.parse_args()
     if min(args.ranks) < 1:
         parser.error("give --ranks of 1 or more.")

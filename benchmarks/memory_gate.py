@@ -4,7 +4,8 @@
                                                            # or is not as the memory model predicts
     python benchmarks/memory_gate.py --update "REASON"     # store the measured figures; prints old -> new
 
-The golden file is for the version of torch that it names; with another version the exit status is 2.
+The golden file is for the version of torch that it names; with another version, and without --update, the exit status
+is 2.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ PREDICTION_BOUND = 0.02
 Rows = dict[str, dict[str, int]]
 
 
-def wanted_rows(full: bool) -> list[tuple[str, str, bool, int]]:
-    """Return (workload, column, small, ranks) of weft's rows: the small ones, and with `full` some of the real size.
+def wanted_rows(with_real_size: bool) -> list[tuple[str, str, bool, int]]:
+    """Return (workload, column, small, ranks) of weft's rows: all small ones, and some of the real size if asked for.
 
     Stock's rows are left out, because the time at which gloo's threads release a tensor differs from run to run.
     """
@@ -38,11 +39,11 @@ def wanted_rows(full: bool) -> list[tuple[str, str, bool, int]]:
         if settings.options is not None and settings.is_for(workload)
         for n in RANKS
     ]
-    if full:
+    if with_real_size:
         rows += [
             ("feed_forward", configuration, False, n) for configuration in ("weft", "weft_in_backward") for n in RANKS
         ]
-        rows.append(("feed_forward", "weft_by_rows", False, 2))  # smaller weights are stepped in one go
+        rows.append(("feed_forward", "weft_by_rows", False, 2))  # small models' weights have too few rows for this
     return rows
 
 
@@ -103,7 +104,7 @@ def main() -> int:
     if args.update is None and golden.get("torch") != torch.__version__:
         print(f"the golden file is of torch {golden.get('torch')}, and this is {torch.__version__}.", file=sys.stderr)
         return 2
-    rows, misses = measured(wanted_rows(full=not args.small_only))
+    rows, misses = measured(wanted_rows(with_real_size=not args.small_only))
     old: Rows = golden["rows"]
     if args.small_only:
         old = {name: row for name, row in old.items() if "at real size" not in name}

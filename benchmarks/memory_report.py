@@ -8,7 +8,7 @@ from typing import Any
 
 from pictures import DASHES, byte_axis, log_byte_axis, new_pyplot, save_svg
 
-# How pictures call the workloads and the columns of benchmarks/memory.py.
+# The names, in pictures, of the workloads and columns of benchmarks/memory.py.
 WORKLOADS = {
     "feed_forward": "Lightning's FeedForward(8192, 8192)",
     "activations": "FeedForward(1024, 4096), 8,192 tokens",
@@ -42,7 +42,7 @@ def source_of(report: dict[str, Any]) -> str:
     if report["device"] == "cuda":
         workspace = machine["cublas_workspace"]
         where = f"{machine['gpu']} (driver {machine['driver']}, CUBLAS_WORKSPACE_CONFIG={workspace})"
-    ranks = "rank 0 with the others pretended" if report["simulated"] else "real ranks"
+    ranks = "rank 0 with the others simulated" if report["simulated"] else "real ranks"
     return f"{where}, {ranks}, torch {machine['torch']}, {machine['date']}; GB = 1e9 bytes; predicted: of CPU ranks."
 
 

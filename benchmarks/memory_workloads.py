@@ -59,7 +59,7 @@ class Workload:
         build: builds the model.
         batch: shape of a batch.
         spec: the description of the model for the memory model.
-        vocab_size: of a language model; None: the batch is the model's input, and the loss the sum of its output.
+        vocab_size: of a language model; None: not a language model, and the loss is the sum of the model's output.
     """
 
     build: Callable[[], nn.Module]
@@ -72,7 +72,10 @@ class Workload:
         return self.vocab_size is not None
 
     def recomputing_plan(self, of_spec: bool) -> dict[str, Any]:
-        """Return the plan of "auto" with MLPs that save only their input; module names of the model or of `spec`."""
+        """Return the plan of "auto" with MLPs that save only their input.
+
+        `of_spec`: with the module names of `spec` instead of the model's.
+        """
         mlp = {"style": "column_row_mlp", "recompute": True}
         if not self.has_blocks:
             return {"" if of_spec else "model": mlp}

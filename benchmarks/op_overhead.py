@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 @dataclass(frozen=True)
 class Shape:
-    """A feed-forward d -> d -> d on T tokens, and the number of calls that make a sample long enough to time."""
+    """FeedForward(dim, dim) on `num_tokens` tokens; `calls_per_sample` calls are long enough to time."""
 
     dim: int
     num_tokens: int
@@ -39,8 +39,8 @@ class Shape:
 
 
 SHAPES = (Shape(64, 8, 20, 31), Shape(512, 64, 5, 31), Shape(2048, 64, 1, 21))
-# The limits of --check on the median of paired ratios weft / DTensor: for all shapes, for the first shape, and for the
-# first shape with the weft backend, by number of ranks.
+# The limits of --check on the median of paired ratios weft / DTensor: for all shapes but the first, for the first, and
+# for the first with the weft backend on these numbers of ranks.
 MAX_RATIO = 1.02
 MAX_RATIO_SMALLEST = 1 / 1.8
 MAX_RATIO_WITH_BACKEND = {2: 1 / 10, 4: 1 / 15}
@@ -152,7 +152,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes of the group")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     args = parser.parse_args()
     if args.ranks < 1:
         parser.error(f"got --ranks {args.ranks}; give 1 or more.")

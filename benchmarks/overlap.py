@@ -1,4 +1,4 @@
-"""Chunked sequences: the speed of WEFT_OVERLAP=auto over unchunked collectives, which must not be lower for any shape.
+"""Sequence-parallel operators: the speed of WEFT_OVERLAP=auto relative to unchunked collectives, for several shapes.
 
     python benchmarks/overlap.py --ranks 2 [--json] [--check]
 
@@ -26,12 +26,12 @@ import weft
 
 NUM_TOKENS = (8, 64, 512, 2048, 8192)
 NUM_SAMPLES, NUM_SHORT_SAMPLES = 15, 41
-SHORT_SECONDS = 0.05
-CALLS_UNTIL_CHOSEN = 35
+SHORT_SECONDS = 0.05  # calls that take less are sampled NUM_SHORT_SAMPLES times
+CALLS_UNTIL_CHOSEN = 35  # after so many calls the overlap tuner has chosen
 # The speed of auto over whole that --check requires of every shape, and of the best one on 2 ranks.
 MIN_SPEED = 0.98
 MIN_BEST_SPEED = 1.10
-SAMPLE_SECONDS = 0.01
+SAMPLE_SECONDS = 0.01  # approximately
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ def summarise(layer: Layer, num_tokens: int, measured: dict[str, Any]) -> dict[s
     }
 
 
-def noise_of(unchunked: list[float], auto: list[float]) -> float:
-    """Return the half-width of the 95 % confidence interval of the pairs' median, after McGill, Tukey and Larsen."""
-    first, _, third = statistics.quantiles((a / b for a, b in zip(unchunked, auto, strict=True)), n=4)
-    return 1.57 * (third - first) / len(unchunked) ** 0.5
+def noise_of(numerators: list[float], denominators: list[float]) -> float:
+    """Return the half-width of the 95 % confidence interval of the ratios' median, after McGill, Tukey and Larsen."""
+    first, _, third = statistics.quantiles((a / b for a, b in zip(numerators, denominators, strict=True)), n=4)
+    return 1.57 * (third - first) / len(numerators) ** 0.5
 
 
 def failures(num_ranks: int, results: list[dict[str, Any]]) -> list[str]:
@@ -173,7 +173,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes of the group")
     parser.add_argument("--tokens", type=int, nargs="+", default=NUM_TOKENS, help="of all ranks together")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error(f"got --ranks {args.ranks}; give 2 or more: one rank has nothing to send.")

@@ -135,9 +135,9 @@ def tracking(num_ranks: int) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes of the group")
-    parser.add_argument("--tracking", action="store_true", help="what counting memory costs")
+    parser.add_argument("--tracking", action="store_true", help="measure the cost of counting memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     args = parser.parse_args()
     if args.ranks < 1:
         parser.error(f"got --ranks {args.ranks}; give 1 or more.")

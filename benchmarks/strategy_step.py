@@ -31,7 +31,8 @@ from strategy_candidates import CANDIDATES, LAYOUTS, NUM_WARM_UP, SIZES, Size, t
 from torch import Tensor
 
 NUM_COUNTED = 1
-# The limits of --check for "weft" beyond noise: the median of paired ratios to stock, at the smallest size and others.
+# The limits of --check for "weft", beyond noise: the median of paired ratios to stock, at the smallest size and at the
+# others.
 MAX_RATIO_SMALLEST, MAX_RATIO = 0.5, 1.0
 
 
@@ -133,7 +134,7 @@ def main() -> int:
     parser.add_argument("--dims", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--samples", type=int, default=5, help="of each candidate, taken in turn")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a bar is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     args = parser.parse_args()
     if args.samples < 1:
         parser.error(f"got --samples {args.samples}; give 1 or more.")

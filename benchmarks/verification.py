@@ -19,7 +19,7 @@ from typing import Any
 
 from common import machine_facts
 
-MAX_SHARE = 0.02  # of the start of a model of 32 layers
+MAX_SHARE = 0.02  # of the start of a model of 32 or more layers
 
 
 def start(layers: int, dim: int, tp: int, verify: str) -> None:

@@ -2,8 +2,8 @@
 
     make docs
 
-The text outside the page's two markers is written by hand. tests/strategy/test_architectures.py runs the architectures
-itself and compares all columns of the page but the last.
+The text outside the page's two markers is written by hand. tests/strategy/test_architectures.py runs the architectures,
+too, and compares all columns of the page's table but the last.
 """
 
 from __future__ import annotations

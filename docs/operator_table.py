@@ -9,7 +9,7 @@ Shapes, counts and sizes are expressions of
     f, o    rows of weight or w1 on this rank; rows of w2
     v       size of this rank's shard of the vocabulary
 
-and of the tensors' numbers of elements: x, w1, weight, ...; y is the first result.
+and of the numbers of elements of tensors: x, w1, weight, ...; y is the first result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Size:
-    """A size: elements of the call's dtype, and bytes of other dtypes in addition."""
+    """A size: the number of elements of the call's dtype, plus bytes of tensors with other dtypes."""
 
     elements: str = "0"
     num_bytes: str = "0"
@@ -29,14 +29,14 @@ class Size:
 class Form:
     """One way to call an operator, and its memory and communication."""
 
-    tensors: dict[str, str]  # the shape of each
+    tensors: dict[str, str]  # the shape of each tensor argument
     result: str  # for several results: shape; shape
     options: dict[str, object] = field(default_factory=dict)
-    computed: dict[str, str] = field(default_factory=dict)  # options that are expressions
+    computed: dict[str, str] = field(default_factory=dict)  # options whose values are expressions
     label: str = ""  # difference from the operator's other forms
     forward: dict[str, str] = field(default_factory=dict)  # collectives, by c10d's names
     backward: dict[str, str] = field(default_factory=dict)
-    keeps: tuple[str, ...] = ()  # inputs kept for the backward, and results: y, sum
+    keeps: tuple[str, ...] = ()  # names of the inputs and results (y, sum) that are kept for the backward
     saved: Size = Size()  # other tensors kept for the backward
     forward_peak: Size = Size("y")
     backward_peak: Size = Size()
@@ -49,7 +49,7 @@ class Operator:
     forms: tuple[Form, ...]
 
 
-MESSAGE_SIDES = ("pipeline_send", "pipeline_recv")  # their two forms: one message with gradients, one without
+MESSAGE_SIDES = ("pipeline_send", "pipeline_recv")  # each has two forms: a message with gradients, one without
 INTEGERS = ("input", "target", "seed")
 GATHER, SCATTER = {"all_gather_into_tensor": "1"}, {"reduce_scatter_tensor": "1"}
 SUM, EXCHANGE, NONE = {"all_reduce": "1"}, {"all_to_all_single": "1"}, {}
@@ -69,7 +69,7 @@ _CLASSES = {"computed": {"vocab_start": "rank*v", "vocab_size": "n*v"}, "result"
 
 
 def _pair(name: str, computes: str, *, result: str, along_other: str, **costs: object) -> Operator:
-    """Return the operator with a form for the first dim of x, and one for another, which needs transposing copies."""
+    """Return the operator with a form for dim 0 of x, and one for another dim, which needs transposing copies."""
     other = {key: costs.pop(key) for key in ("other_forward_peak", "other_backward_peak")}
     first = Form({"x": "T, d"}, result, {"dim": 0}, label="`dim` 0", backward_peak=Size("x"), **costs)
     peaks = {key.removeprefix("other_"): Size(value) for key, value in other.items()}
@@ -81,20 +81,20 @@ def _norm(name: str, computes: str, *, is_layer: bool = False, is_sum: bool = Fa
     """Return the operator of a norm.
 
     The forward saves one number per token, two for a layer norm. The backward sums the parameters' gradients in at most
-    64 blocks of tokens. x and residual share one gradient, of which torch gives the second leaf a copy.
+    64 blocks of tokens. x and residual have one gradient; torch copies it for the second of these leaves.
     """
     tensors = {"x": "T, d"} | ({"residual": "T, d"} if is_sum else {}) | {"weight": "d"}
     tensors |= {"bias": "d"} if is_layer else {}
-    rows, params = ("2*T", "2*d") if is_layer else ("T", "d")
+    stats, params = ("2*T", "2*d") if is_layer else ("T", "d")
     blocks = f"x + (min(ceil(T/8), 64) + 1)*{params}"
     form = Form(
         tensors,
         "T, d; T, d" if is_sum else "T, d",
         backward=SUM,
         keeps=("sum" if is_sum else "x", "weight"),
-        saved=Size(rows),
-        forward_peak=Size(f"{'2*y' if is_sum else 'y'} + {rows}"),
-        backward_peak=Size(f"max({blocks}, 2*x + {params} - {rows})" if is_sum else blocks),
+        saved=Size(stats),
+        forward_peak=Size(f"{'2*y' if is_sum else 'y'} + {stats}"),
+        backward_peak=Size(f"max({blocks}, 2*x + {params} - {stats})" if is_sum else blocks),
     )
     return Operator(name, computes, (form,))
 
@@ -197,7 +197,7 @@ OPERATORS = (
     ),
     Operator(
         "sharded_linear",
-        "x weightᵀ + bias with each rank's own x and a fully sharded weight",
+        "x weightᵀ + bias, each rank with an x of its own; weight is fully sharded, as with FSDP",
         (
             Form(
                 _LINEAR,
@@ -222,7 +222,7 @@ OPERATORS = (
     ),
     Operator(
         "vocab_parallel_embedding",
-        "rows of a table whose rows are sharded over the group",
+        "rows of an embedding table that is sharded over the group by rows",
         (
             Form(
                 {"input": "T", "weight": "v, d"},
@@ -251,7 +251,8 @@ OPERATORS = (
     ),
     Operator(
         "vocab_parallel_linear_cross_entropy",
-        "the same cross-entropy for logits x weightᵀ, which are computed for a chunk of tokens at a time",
+        "the cross-entropy of the logits x weightᵀ, whose classes are sharded over the group; logits are computed for "
+        "one chunk of tokens at a time",
         (
             Form(
                 {"x": "T, d", "weight": "v, d", "target": "T"},
@@ -264,8 +265,12 @@ OPERATORS = (
             ),
         ),
     ),
-    _norm("rms_norm", "x / rms(x) [* weight], over the last dim, of tokens that are sharded over the group"),
-    _norm("layer_norm", "(x - mean(x)) / std(x) [* weight + bias], for the same dim and tokens", is_layer=True),
+    _norm("rms_norm", "x / rms(x) [* weight], over the last dim; the tokens of x are sharded over the group"),
+    _norm(
+        "layer_norm",
+        "(x - mean(x)) / std(x) [* weight + bias], over the last dim; the tokens of x are sharded over the group",
+        is_layer=True,
+    ),
     _norm("add_rms_norm", "(rms_norm(x + residual), x + residual)", is_sum=True),
     _norm("add_layer_norm", "(layer_norm(x + residual), x + residual)", is_layer=True, is_sum=True),
     Operator(
@@ -288,7 +293,7 @@ OPERATORS = (
     ),
     Operator(
         "reduce_from_group",
-        "x summed over the group; its gradient is passed on",
+        "x summed over the group; the backward is the identity",
         (Form({"x": "T, d"}, "T, d", forward=SUM, backward_peak=Size("x")),),
     ),
     _pair(
@@ -302,7 +307,8 @@ OPERATORS = (
     ),
     _pair(
         "gather_from_group",
-        "all shards along `dim`, for a use that is the same on all ranks: each keeps its shard of the gradient",
+        "the full tensor along `dim`, for a use that is the same on all ranks: the backward takes this rank's shard of "
+        "the gradient",
         result="n*T, d",
         along_other="T, n*d",
         forward=GATHER,
@@ -311,7 +317,7 @@ OPERATORS = (
     ),
     _pair(
         "gather_from_sequence",
-        "all shards along `dim`, for a use that differs from rank to rank: gradients are reduce-scattered",
+        "the full tensor along `dim`, for a use that differs between ranks: the backward reduce-scatters the gradient",
         result="n*T, d",
         along_other="T, n*d",
         forward=GATHER,
@@ -331,7 +337,7 @@ OPERATORS = (
     ),
     Operator(
         "all_to_all",
-        "x full along `split_dim` and sharded along `cat_dim` -> the reverse",
+        "x, full along `split_dim` and sharded along `cat_dim` -> sharded along `split_dim` and full along `cat_dim`",
         (
             Form(
                 {"x": "T, d"},
@@ -357,7 +363,7 @@ OPERATORS = (
     ),
     Operator(
         "pipeline_send",
-        "a token; its backward waits for the gradients that the other rank sends",
+        "a token; starts to send the tensors. The token's backward waits for the gradients from the peer",
         (
             Form(
                 {"x": "T, d"},
@@ -379,7 +385,7 @@ OPERATORS = (
     ),
     Operator(
         "pipeline_recv",
-        "a token for `pipeline_wait`; the receives of tensors as `like` are in flight",
+        "a token for `pipeline_wait`; starts to receive tensors with the shapes and dtypes of `like`",
         (
             Form(
                 {"like": "T, d"},
@@ -403,13 +409,14 @@ OPERATORS = (
     ),
     Operator(
         "pipeline_wait",
-        "the received tensors, whose backward sends the gradients; for the token of a send, no tensors",
+        "for the token of a receive: the received tensors, whose backward sends their gradients; for the token of a "
+        "send: an empty list, once the sent tensors may be overwritten",
         (),
     ),
     Operator("pipeline_flush", "nothing; waits until all sends of this rank in the group have completed", ()),
     Operator(
         "join",
-        "x; its backward reaches the tokens of `pipeline_send`",
+        "a copy of x, whose backward also runs the backwards of the tokens of `pipeline_send`",
         (Form({"x": "T, d"}, "T, d", {"tokens": []}, backward_peak=Size("x")),),
     ),
 )

@@ -5,7 +5,8 @@
     python examples/03_train_text.py --devices 1 2 4 --size medium --steps 400 --plan examples/plan.yaml
 
 On CPU a device is a process with one thread. Each device count runs in a separate process tree, because a
-process group lives as long as its process. Exits with 1 if runs differ or the loss stays above its limit.
+process group lives as long as its process. With several device counts, exits with 1 if runs differ or the loss stays
+above its limit.
 """
 
 from __future__ import annotations

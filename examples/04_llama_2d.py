@@ -64,18 +64,18 @@ class LitLlama(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3 * 128 / self.args.dim, betas=(0.9, 0.95))
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Return the windows of an epoch, in order; each step's are divided over the data-parallel ranks."""
-        shares = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        num_shares = shares["num_replicas"]
-        if BATCH_SIZE % num_shares:
+        """Return the windows of an epoch, in order; those of a step are divided over the data-parallel ranks."""
+        replicas = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        num_replicas = replicas["num_replicas"]
+        if BATCH_SIZE % num_replicas:
             raise ValueError(
-                f"{num_shares} data-parallel ranks do not divide a batch of {BATCH_SIZE}; choose another --layout."
+                f"{num_replicas} data-parallel ranks do not divide a batch of {BATCH_SIZE}; choose another --layout."
             )
         seed = SEED + self.trainer.current_epoch
         windows = Windows(documentation_bytes(), self.num_steps * BATCH_SIZE, SEQ_LEN, seed)
         # Without this sampler, Lightning would add one that shuffles if there are several data-parallel ranks.
-        sampler = DistributedSampler(windows, shuffle=False, **shares)
-        return DataLoader(windows, batch_size=BATCH_SIZE // num_shares, sampler=sampler)
+        sampler = DistributedSampler(windows, shuffle=False, **replicas)
+        return DataLoader(windows, batch_size=BATCH_SIZE // num_replicas, sampler=sampler)
 
 
 def memory_table(rows: list[dict[str, int]]) -> str:
@@ -126,9 +126,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="tiny", help="size of the model")
     parser.add_argument("--devices", type=int, default=4, help="number of processes")
-    parser.add_argument("--layout", default="dp2,tp2", help="how they share the work: rep, dp and tp with their sizes")
-    parser.add_argument("--zero-stage", type=int, default=3, help="what is cut over dp: 0 nothing to 3 all")
-    parser.add_argument("--sequence-parallel", action="store_true", help="cut activations between the layers, too")
+    parser.add_argument("--layout", default="dp2,tp2", help="sizes of the mesh's axes rep, dp and tp")
+    parser.add_argument("--zero-stage", type=int, default=3, help="what is sharded over dp: 0 nothing to 3 all")
+    parser.add_argument("--sequence-parallel", action="store_true", help="shard activations between the layers, too")
     parser.add_argument("--precision", default="32-true", help="as Lightning's Trainer takes it")
     parser.add_argument("--steps", type=int, default=10, help="steps of an epoch")
     parser.add_argument("--epochs", type=int, default=1, help="epochs, those before --resume included")

@@ -41,24 +41,24 @@ def train(args: argparse.Namespace) -> None:
         fabric.load(args.resume, state)
 
     # Fabric's sampler distributes the windows of a step over the data-parallel ranks.
-    num_shares = args.accumulate * strategy.data_axes.size
-    if BATCH_SIZE % num_shares:
+    num_micro_batches = args.accumulate * strategy.data_axes.size  # of a step, on all data-parallel ranks together
+    if BATCH_SIZE % num_micro_batches:
         raise ValueError(
             f"{args.accumulate} micro-batches on {strategy.data_axes.size} data-parallel ranks do not divide a batch "
             f"of {BATCH_SIZE}; choose another --accumulate or --layout."
         )
     windows = Windows(documentation_bytes(), args.steps * BATCH_SIZE, SEQ_LEN, SEED)
     remaining = Subset(windows, range(state["step"] * BATCH_SIZE, len(windows)))
-    batches = iter(fabric.setup_dataloaders(DataLoader(remaining, batch_size=BATCH_SIZE // num_shares)))
+    batches = iter(fabric.setup_dataloaders(DataLoader(remaining, batch_size=BATCH_SIZE // num_micro_batches)))
     for step in range(state["step"], args.steps):
         loss = torch.zeros(())
         for idx in range(args.accumulate):
             tokens, targets = next(batches)
             # Gradients are reduced only with the last micro-batch.
             with fabric.no_backward_sync(model, enabled=idx < args.accumulate - 1):
-                share = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) / args.accumulate
-                fabric.backward(share)
-            loss += share.detach()
+                scaled_loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) / args.accumulate
+                fabric.backward(scaled_loss)
+            loss += scaled_loss.detach()
         norm = fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM)  # the norm before clipping
         optimizer.step()
         optimizer.zero_grad()
@@ -72,8 +72,8 @@ def train(args: argparse.Namespace) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=4, help="number of processes")
-    parser.add_argument("--layout", default="dp2,tp2", help="how they share the work: rep, dp and tp with their sizes")
-    parser.add_argument("--zero-stage", type=int, default=3, help="what is cut over dp: 0 nothing to 3 all")
+    parser.add_argument("--layout", default="dp2,tp2", help="sizes of the mesh's axes rep, dp and tp")
+    parser.add_argument("--zero-stage", type=int, default=3, help="what is sharded over dp: 0 nothing to 3 all")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps, those before --resume included")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of a step")
     parser.add_argument("--save", type=Path, help="write a checkpoint here at the end")

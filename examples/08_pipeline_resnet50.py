@@ -40,9 +40,9 @@ def main() -> int:
         mp.spawn(run_rank, (folder, arguments), NUM_STAGES)
         result = json.loads(Path(folder, "result.json").read_text())
     print(f"stages begin at the first layer and at {', '.join(result['cuts'])}")
-    for step, (pipelined, full) in enumerate(zip(result["losses"], result["whole"], strict=True)):
+    for step, (pipelined, full) in enumerate(zip(result["losses"], result["unsplit"], strict=True)):
         print(f"step {step}: loss {pipelined:.6f} in stages, {full:.6f} in one process")
-    agree = all(abs(a - b) <= TOLERANCE * b for a, b in zip(result["losses"], result["whole"], strict=True))
+    agree = all(abs(a - b) <= TOLERANCE * b for a, b in zip(result["losses"], result["unsplit"], strict=True))
     return 0 if agree else 1
 
 
@@ -85,7 +85,11 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
             planned = Schedule.generate(arguments.schedule, NUM_STAGES, arguments.micro_batches)
             draw(planned, traces, path=arguments.picture)
     if full_model is not None:
-        result = {"cuts": cuts[0], "losses": losses, "whole": train_unsplit(full_model, batch, arguments.micro_batches)}
+        result = {
+            "cuts": cuts[0],
+            "losses": losses,
+            "unsplit": train_unsplit(full_model, batch, arguments.micro_batches),
+        }
         Path(folder, "result.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

@@ -43,10 +43,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="weft-example-") as folder:
         mp.spawn(run_rank, (folder, arguments), STAGES * TENSOR_RANKS)
         result = json.loads(Path(folder, "result.json").read_text())
-    for step, (pipelined, full) in enumerate(zip(result["losses"], result["whole"], strict=True)):
+    for step, (pipelined, full) in enumerate(zip(result["losses"], result["unsplit"], strict=True)):
         print(f"step {step}: loss {pipelined:.6f} on four ranks, {full:.6f} on one device")
     print(f"parameters: {', '.join(map(str, result['parameters']))} on the ranks, {result['all']} in all")
-    agree = all(abs(a - b) <= TOLERANCE * b for a, b in zip(result["losses"], result["whole"], strict=True))
+    agree = all(abs(a - b) <= TOLERANCE * b for a, b in zip(result["losses"], result["unsplit"], strict=True))
     return 0 if agree else 1
 
 
@@ -85,7 +85,7 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     num_held = [0] * dist.get_world_size()
     dist.all_gather_object(num_held, sum(local.numel() for local in map(local_of, model.parameters())))
     if full_model is not None:
-        result = {"losses": losses, "whole": train_unsplit(full_model, arguments.steps), "parameters": num_held}
+        result = {"losses": losses, "unsplit": train_unsplit(full_model, arguments.steps), "parameters": num_held}
         Path(folder, "result.json").write_text(json.dumps({**result, "all": num_parameters}))
     dist.barrier()
     dist.destroy_process_group()

@@ -3,7 +3,7 @@
     python examples/10_three_gpus.py [--samples 96] [--steps 60]
     python examples/10_three_gpus.py --one-process          # no pipelining: each batch passes the devices in turn
 
-The network classifies points of the plane by the ring, of three, that they are in. Each stage holds one child module;
+The network classifies points of the plane by which of three rings they are in. Each stage holds one child module;
 activations are sent from stage to stage in six micro-batches. Exits with 1 if the loss does not fall by half.
 """
 

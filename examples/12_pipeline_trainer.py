@@ -67,7 +67,7 @@ class LitTransformer(L.LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)  # the parameters of this rank's stages
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)  # will step the parameters of this rank's stages
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
@@ -112,7 +112,7 @@ def train(args: argparse.Namespace) -> None:
     if args.save is not None:
         trainer.save_checkpoint(args.save)  # a directory, to which each rank writes its stages
     if args.picture is not None and args.layout != "none":
-        traces = strategy.pipeline.traces()  # of the last batch, from every rank
+        traces = strategy.pipeline.traces()  # of the last batch, a validation batch, from every rank
         if trainer.is_global_zero:
             draw(strategy.pipeline.schedule(4, forward_only=True), traces, path=args.picture)
 
@@ -124,7 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=2, help="those before --resume included")
     parser.add_argument("--save", type=Path, help="write a checkpoint here at the end")
     parser.add_argument("--resume", type=Path, help="go on from this checkpoint, of any layout")
-    parser.add_argument("--picture", type=Path, help="draw the timeline of the last batch here, SVG or HTML")
+    parser.add_argument("--picture", type=Path, help="draw the timeline of the last validation batch here")
     args = parser.parse_args()
     if not re.fullmatch(r"none|pp\d+(,tp\d+)?", args.layout):
         parser.error("--layout is 'none', or stages and tensor-parallel ranks as in 'pp2' and 'pp2,tp2'.")

@@ -6,10 +6,10 @@ import dataclasses
 import json
 from pathlib import Path
 
-FIRST_STEPS, FIRST_RELATIVE = 20, 1e-4
-LAST_STEPS, LAST_ABSOLUTE = 20, 0.02
-LOSS_LIMIT, LOSS_SECONDS = 2.6, 180.0
-LOSS_WINDOW = 20
+FIRST_STEPS, FIRST_RELATIVE = 20, 1e-4  # the largest relative difference of the first losses between two runs
+LAST_STEPS, LAST_ABSOLUTE = 20, 0.02  # the largest difference of the last losses
+LOSS_LIMIT, LOSS_SECONDS = 2.6, 180.0  # nats per byte, to be reached within these seconds
+LOSS_WINDOW = 20  # steps over which a loss is averaged before it is compared with LOSS_LIMIT
 LOSS_LIMIT_FROM_STEPS = 150  # shorter runs are smoke tests, whose loss is not checked
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.processes import ProcessTree, assert_nothing_left, children_left, is_running, run_script
+from support.processes import ProcessTree, assert_nothing_left, is_running, processes_left, run_script
 from support.rank_pool import POOLS
 from support.ranks import RankFailure, on_ranks, run_on_ranks
 
@@ -298,7 +298,7 @@ def test_ranks_die_with_the_session(tmp_path: Path, signum: int) -> None:
             assert time.monotonic() < deadline and is_running(tree.pgid), tree.stdout + tree.stderr
             time.sleep(0.05)
         pids = [int(path.read_text()) for path in files]
-        assert set(pids) <= set(children_left(tree.pgid)), "the ranks belong to the tree"
+        assert set(pids) <= set(processes_left(tree.pgid)), "the ranks belong to the tree"
         tree.send_signal(signum)
         tree.wait(30)
         assert_nothing_left(tree.pgid, within=5)
@@ -323,7 +323,7 @@ def test_process_helpers_capture_output_and_find_survivors(tmp_path: Path) -> No
         run_script(escapes)
     with ProcessTree([sys.executable, "-c", escapes]) as tree:
         tree.wait()
-        assert list(children_left(tree.pgid).values()) == ["sleep 60"]
+        assert list(processes_left(tree.pgid).values()) == ["sleep 60"]
         pid = int(tree.stdout)
     assert not is_running(pid)
     with ProcessTree([sys.executable, "-c", "print('ready', flush=True); input()"]) as tree:

@@ -4,7 +4,7 @@
     python examples/07_cli/main.py fit --config examples/07_cli/devices_4.yaml --trainer.strategy.zero_stage 1
 
 The files for 1, 2, 4 and 8 devices differ in two lines, the sizes, and train equally: `batch_size` counts the windows
-of a step, which are divided over the data-parallel ranks. It needs `pip install weft[cli]`.
+of a step, which are divided over the data-parallel ranks. The script needs `pip install weft[cli]`.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ class Documentation(L.LightningDataModule):
         self.num_steps, self.batch_size, self.seq_len = num_steps, batch_size, seq_len
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        shares = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        num_shares = shares["num_replicas"]
-        if self.batch_size % num_shares:
+        replicas = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        num_replicas = replicas["num_replicas"]
+        if self.batch_size % num_replicas:
             raise ValueError(
-                f"Documentation: got batch_size={self.batch_size} for {num_shares} data-parallel ranks; "
+                f"Documentation: got batch_size={self.batch_size} for {num_replicas} data-parallel ranks; "
                 "choose a multiple of their number."
             )
         windows = Windows(documentation_bytes(), self.num_steps * self.batch_size, self.seq_len, seed=0)
         # Without this sampler, Lightning would add one that shuffles if there are several data-parallel ranks.
-        sampler = DistributedSampler(windows, shuffle=False, **shares)
-        return DataLoader(windows, batch_size=self.batch_size // num_shares, sampler=sampler)
+        sampler = DistributedSampler(windows, shuffle=False, **replicas)
+        return DataLoader(windows, batch_size=self.batch_size // num_replicas, sampler=sampler)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@
 
 namespace example {
 
+// The job, and this process's rank in it.
 struct Job {
   std::string store_file;  // must not be used by another job; any c10d::Store would do
   int rank;
@@ -30,7 +31,7 @@ inline Job job_of(char** arguments) {
 inline c10::intrusive_ptr<c10d::ProcessGroup> make_group(const Job& job, const std::string& name) {
   const auto store = c10::make_intrusive<c10d::FileStore>(job.store_file, job.size);
   auto options = c10::make_intrusive<weft::ops::BackendOptions>();
-  options->timeout = std::chrono::seconds(60);  // for joining, and for each operation
+  options->timeout = std::chrono::seconds(60);  // for creating the group, and for each collective
   return weft::ops::make_group(name, store, job.rank, job.size, options);
 }
 

@@ -39,7 +39,7 @@ struct Model {
 };
 
 // Returns the unsharded model, which is the same on every rank: all use the same seed.
-Model whole_model() {
+Model full_model() {
   at::manual_seed(0);
   const auto normal = [](std::int64_t rows, std::int64_t columns) {
     return at::randn({rows, columns}, at::kDouble) / std::sqrt(static_cast<double>(columns));
@@ -54,21 +54,21 @@ Model whole_model() {
 }
 
 // Returns this rank's torch.chunk shard: ceil(size / ranks) entries, later shards shorter or empty.
-at::Tensor part(const at::Tensor& whole, std::int64_t dim, const example::Job& job) {
-  const std::int64_t size = whole.size(dim);
+at::Tensor shard_of(const at::Tensor& full, std::int64_t dim, const example::Job& job) {
+  const std::int64_t size = full.size(dim);
   const std::int64_t longest = (size + job.size - 1) / job.size;
   const std::int64_t start = std::min(job.rank * longest, size);
   const std::int64_t end = std::min(start + longest, size);
-  return whole.slice(dim, start, end).clone(at::MemoryFormat::Contiguous);
+  return full.slice(dim, start, end).clone(at::MemoryFormat::Contiguous);
 }
 
-Model sharded(const Model& whole, const example::Job& job, const std::string& group_name) {
+Model sharded(const Model& full, const example::Job& job, const std::string& group_name) {
   const std::int64_t longest = (kVocab + job.size - 1) / job.size;
-  return {.embedding = part(whole.embedding, 0, job),
-          .w1 = part(whole.w1, 0, job),
-          .w3 = part(whole.w3, 0, job),
-          .w2 = part(whole.w2, 1, job),
-          .output = part(whole.output, 0, job),
+  return {.embedding = shard_of(full.embedding, 0, job),
+          .w1 = shard_of(full.w1, 0, job),
+          .w3 = shard_of(full.w3, 0, job),
+          .w2 = shard_of(full.w2, 1, job),
+          .output = shard_of(full.output, 0, job),
           .vocab_start = std::min(job.rank * longest, kVocab),
           .group_name = group_name};
 }
@@ -106,11 +106,11 @@ at::Tensor train(const Model& model) {
 
 bool run(const example::Job& job) {
   const auto group = example::make_group(job, "job");
-  const at::Tensor losses = train(sharded(whole_model(), job, "job"));
-  const at::Tensor losses_of_whole = train(whole_model());
+  const at::Tensor losses = train(sharded(full_model(), job, "job"));
+  const at::Tensor full_losses = train(full_model());
   example::print_numbers(job, "sharded", losses);
-  example::print_numbers(job, "whole", losses_of_whole);
-  const double difference = (losses - losses_of_whole).abs().max().item<double>();
+  example::print_numbers(job, "unsharded", full_losses);
+  const double difference = (losses - full_losses).abs().max().item<double>();
   if (!(difference <= kTolerance)) {
     std::cerr << "rank " << job.rank << ": the losses differ by " << difference << "\n";
     return false;

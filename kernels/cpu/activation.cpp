@@ -20,7 +20,7 @@ struct CpuDevice {
     return at::Tensor(at::detail::empty_cpu(like.sizes(), like.scalar_type()));
   }
 
-  static void run(const detail::ActivationJob& job, const at::Tensor& /*like*/) {
+  static void run(const detail::ActivationJob& job, c10::Device /*device*/) {
     static const auto loops = supported_instruction_sets().front().loops.activation;
     at::parallel_for(0, job.num_elements, kElementsPerThread, [&job](int64_t first, int64_t last) {
       loops(job, first, last);

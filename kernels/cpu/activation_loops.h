@@ -11,8 +11,8 @@
 namespace weft::kernels::cpu {
 namespace {
 
-// Not inlined: GCC 12 does not vectorise the loop of a long formula once it is merged with the
-// surrounding code. Each loop also serves several storage types.
+// Not inlined: GCC 12 does not vectorise the loop of a long formula once the loop is merged with
+// the surrounding code. Each loop also serves several storage types.
 template <typename Scalar, Activation kActivation>
 C10_NOINLINE void forward_tile(const Scalar* __restrict x, Scalar* __restrict h, int64_t size) {
   for (int64_t i = 0; i < size; ++i) {
@@ -68,18 +68,21 @@ void run_plain(const detail::ActivationJob& job, int64_t first, int64_t last) {
   TileWriter<Storage> h(job.h);
   if (job.op == detail::ActivationOp::kForward) {
     for_each_tile(first, last, [&](int64_t begin, int64_t size) {
-      forward_tile<Scalar, kActivation>(x.read(begin, size), h.begin(begin), size);
-      h.finish(begin, size);
+      forward_tile<Scalar, kActivation>(x.read(begin, size), h.start_tile(begin), size);
+      h.finish_tile(begin, size);
     });
     return;
   }
   TileReader<Storage> grad_h(job.grad_h);
   TileWriter<Storage> grad_x(job.grad_x);
   for_each_tile(first, last, [&](int64_t begin, int64_t size) {
-    backward_tile<Scalar, kActivation>(
-        grad_h.read(begin, size), x.read(begin, size), grad_x.begin(begin), h.begin(begin), size);
-    grad_x.finish(begin, size);
-    h.finish(begin, size);
+    backward_tile<Scalar, kActivation>(grad_h.read(begin, size),
+                                       x.read(begin, size),
+                                       grad_x.start_tile(begin),
+                                       h.start_tile(begin),
+                                       size);
+    grad_x.finish_tile(begin, size);
+    h.finish_tile(begin, size);
   });
 }
 
@@ -92,8 +95,8 @@ void run_gated(const detail::ActivationJob& job, int64_t first, int64_t last) {
   if (job.op == detail::ActivationOp::kGatedForward) {
     for_each_tile(first, last, [&](int64_t begin, int64_t size) {
       gated_forward_tile<Scalar, kActivation>(
-          gate.read(begin, size), up.read(begin, size), h.begin(begin), size);
-      h.finish(begin, size);
+          gate.read(begin, size), up.read(begin, size), h.start_tile(begin), size);
+      h.finish_tile(begin, size);
     });
     return;
   }
@@ -104,13 +107,13 @@ void run_gated(const detail::ActivationJob& job, int64_t first, int64_t last) {
     gated_backward_tile<Scalar, kActivation>(grad_h.read(begin, size),
                                              gate.read(begin, size),
                                              up.read(begin, size),
-                                             grad_gate.begin(begin),
-                                             grad_up.begin(begin),
-                                             h.begin(begin),
+                                             grad_gate.start_tile(begin),
+                                             grad_up.start_tile(begin),
+                                             h.start_tile(begin),
                                              size);
-    grad_gate.finish(begin, size);
-    grad_up.finish(begin, size);
-    h.finish(begin, size);
+    grad_gate.finish_tile(begin, size);
+    grad_up.finish_tile(begin, size);
+    h.finish_tile(begin, size);
   });
 }
 

@@ -29,11 +29,11 @@ void for_each_row(const Job& job, Run run) {
 struct CpuDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
 
-  static void run(const detail::CrossEntropyStatisticsJob& job, const at::Tensor& /*like*/) {
+  static void run(const detail::CrossEntropyStatisticsJob& job, c10::Device /*device*/) {
     for_each_row(job, loops().cross_entropy_statistics);
   }
 
-  static void run(const detail::CrossEntropyGradientJob& job, const at::Tensor& /*like*/) {
+  static void run(const detail::CrossEntropyGradientJob& job, c10::Device /*device*/) {
     for_each_row(job, loops().cross_entropy_gradient);
   }
 };
@@ -47,8 +47,8 @@ at::Tensor cross_entropy_statistics(const CrossEntropyStatisticsArguments& argum
 }
 
 void cross_entropy_gradient(const CrossEntropyGradientArguments& arguments,
-                            const at::Tensor& gradient) {
-  Entry::gradient(arguments, gradient);
+                            const at::Tensor& grad_logits) {
+  Entry::gradient(arguments, grad_logits);
 }
 
 }  // namespace weft::kernels::cpu

@@ -32,7 +32,7 @@ C10_ALWAYS_INLINE Scalar folded(Scalar* values, const Combine& combine) {
   }
 }
 
-// Ignores NaN. Not inlined, like the tiles of activation_loops.h.
+// Returns the largest logit, ignoring NaN. Not inlined, like the loops of activation_loops.h.
 template <typename Scalar>
 C10_NOINLINE Scalar largest_of_tile(const Scalar* __restrict logits, int64_t size) {
   alignas(64) Scalar values[kTileSize];
@@ -44,9 +44,7 @@ C10_NOINLINE Scalar largest_of_tile(const Scalar* __restrict logits, int64_t siz
 }
 
 template <typename Scalar>
-C10_NOINLINE Scalar exponentials_of_tile(const Scalar* __restrict logits,
-                                         Scalar shift,
-                                         int64_t size) {
+C10_NOINLINE Scalar sum_exp_of_tile(const Scalar* __restrict logits, Scalar shift, int64_t size) {
   alignas(64) Scalar values[kTileSize];
   for (int64_t i = 0; i < size; ++i) {
     values[i] = PolynomialMath<Scalar>::exp(logits[i] - shift);
@@ -64,7 +62,7 @@ C10_NOINLINE Scalar sum_of_tile(const Scalar* __restrict logits, int64_t size) {
 }
 
 // Returns the number to subtract before exp. While all logits so far are masked out (-infinity),
-// that is 0: their sum must be 0, not NaN.
+// that number is 0: the sum of exponentials must be 0, not NaN.
 template <typename Scalar>
 Scalar shift_of(Scalar largest) {
   return largest == -kInfinity<Scalar> ? Scalar(0) : largest;
@@ -95,10 +93,10 @@ void run_statistics(const detail::CrossEntropyStatisticsJob& job, int64_t first,
         sum *= PolynomialMath<double>::exp(static_cast<double>(largest) - tile_largest);
         largest = tile_largest;
       }
-      sum += static_cast<double>(exponentials_of_tile(tile, shift_of(largest), count));
+      sum += static_cast<double>(sum_exp_of_tile(tile, shift_of(largest), count));
       if (job.wants_sum) sum_of_logits += static_cast<double>(sum_of_tile(tile, count));
     });
-    // NaN and infinity in the row both make the sum NaN; only NaN makes the maximum NaN.
+    // NaN and +infinity in the row both make the sum NaN; only NaN makes the maximum NaN.
     if (sum != sum && has_nan(logits + row_begin, job.row_size)) {
       largest = std::numeric_limits<Scalar>::quiet_NaN();
     }
@@ -117,13 +115,13 @@ template <typename Scalar>
 struct RowGradient {
   C10_ALWAYS_INLINE Scalar operator()(Scalar logit, Scalar target_offset = 0) const {
     const Scalar p = PolynomialMath<Scalar>::exp((logit - largest) - log_sum);
-    return ((p - smoothing_per_class) - target_offset) * scale;
+    return ((p - smoothing_per_class) - target_offset) * grad_loss;
   }
 
   Scalar largest;
   Scalar log_sum;
   Scalar smoothing_per_class;
-  Scalar scale;
+  Scalar grad_loss;
 };
 
 template <typename Scalar>
@@ -147,37 +145,37 @@ template <typename Storage>
 void run_gradient(const detail::CrossEntropyGradientJob& job, int64_t first, int64_t last) {
   using Scalar = ScalarOf<Storage>;
   const auto* logits = static_cast<const Storage*>(job.logits);
-  auto* gradient = static_cast<Storage*>(job.gradient);
+  auto* grad_logits = static_cast<Storage*>(job.grad_logits);
   TileReader<Storage> reader(job.logits);
-  TileWriter<Storage> writer(job.gradient);
+  TileWriter<Storage> writer(job.grad_logits);
   for (int64_t row = first; row < last; ++row) {
     const int64_t row_begin = row * job.row_size;
     if (job.targets.is_ignored(row)) {
-      for (int64_t i = 0; i < job.row_size; ++i) gradient[row_begin + i] = Storage{};
+      for (int64_t i = 0; i < job.row_size; ++i) grad_logits[row_begin + i] = Storage{};
       continue;
     }
     const RowGradient<Scalar> row_gradient = {
         .largest = static_cast<const Scalar*>(job.largest)[row],
         .log_sum = static_cast<const Scalar*>(job.log_sum)[row],
         .smoothing_per_class = static_cast<Scalar>(job.smoothing_per_class),
-        .scale = static_cast<const Scalar*>(job.grad)[row]};
+        .grad_loss = static_cast<const Scalar*>(job.grad_losses)[row]};
     const int64_t column = job.targets.column(row);
+    const int64_t logits_begin = row * job.row_stride;
     // Read first: an in-place gradient overwrites it.
-    const Scalar own = column < 0 ? Scalar(0) : load(logits[row * job.row_stride + column]);
-    const int64_t ahead = row * job.row_stride - row_begin;
+    const Scalar target_logit = column < 0 ? Scalar(0) : load(logits[logits_begin + column]);
     for_each_tile(row_begin, row_begin + job.row_size, [&](int64_t begin, int64_t count) {
-      const Scalar* tile = reader.read(begin + ahead, count);
-      Scalar* out = writer.begin(begin);
+      const Scalar* tile = reader.read(logits_begin + (begin - row_begin), count);
+      Scalar* out = writer.start_tile(begin);
       if (tile == out) {
         gradient_tile_in_place(out, row_gradient, count);
       } else {
         gradient_tile(tile, row_gradient, out, count);
       }
-      writer.finish(begin, count);
+      writer.finish_tile(begin, count);
     });
     if (column >= 0) {
-      store(row_gradient(own, static_cast<Scalar>(1 - job.smoothing)),
-            gradient[row_begin + column]);
+      store(row_gradient(target_logit, static_cast<Scalar>(1 - job.smoothing)),
+            grad_logits[row_begin + column]);
     }
   }
 }

@@ -13,7 +13,7 @@ constexpr int64_t kElementsPerThread = 16384;
 struct CpuDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
 
-  static void run(const detail::DropoutJob& job, const at::Tensor& /*like*/) {
+  static void run(const detail::DropoutJob& job, c10::Device /*device*/) {
     static const auto loops = supported_instruction_sets().front().loops.dropout;
     at::parallel_for(0, job.num_elements, kElementsPerThread, [&job](int64_t first, int64_t last) {
       loops(job, first, last);

@@ -15,7 +15,7 @@ constexpr int64_t kWordsPerCounter = 4;
 constexpr int64_t kCountersPerTile =
     kTileSize / kWordsPerCounter + 1;  // a tile may begin between a counter's words
 
-// Writes word w of counter first + i to words[w][i], for `count` counters.
+// Writes word w of counter first + i to words[w][i], for i in [0, count).
 C10_NOINLINE void random_words(uint64_t first,
                                uint64_t key,
                                int64_t count,
@@ -46,13 +46,14 @@ void run_dropout(const detail::DropoutJob& job, int64_t first, int64_t last) {
   uint32_t words[kWordsPerCounter][kCountersPerTile];
   uint32_t random[kCountersPerTile * kWordsPerCounter];
   for (int64_t begin = first; begin < last;) {
-    const int64_t run = begin / job.run_size;
-    const int64_t in_run = begin % job.run_size;
-    const int64_t run_end = (run + 1) * job.run_size;
+    const int64_t run_idx = begin / job.run_size;
+    const int64_t idx_in_run = begin % job.run_size;
+    const int64_t run_end = (run_idx + 1) * job.run_size;
     const int64_t end = run_end < last ? run_end : last;
-    const int64_t shift = run * job.full_run_size + job.run_begin + in_run - begin;
-    for_each_tile(begin, end, [&](int64_t tile, int64_t size) {
-      const int64_t position = tile + shift;
+    // The position of an element of this run in the unsharded tensor, less its index in the shard.
+    const int64_t shift = run_idx * job.full_run_size + job.run_begin + idx_in_run - begin;
+    for_each_tile(begin, end, [&](int64_t tile_begin, int64_t size) {
+      const int64_t position = tile_begin + shift;
       const int64_t counter = position / kWordsPerCounter;
       const int64_t num_counters = (position + size - 1) / kWordsPerCounter - counter + 1;
       random_words(static_cast<uint64_t>(counter), job.seed, num_counters, words);
@@ -61,13 +62,13 @@ void run_dropout(const detail::DropoutJob& job, int64_t first, int64_t last) {
           random[i * kWordsPerCounter + word] = words[word][i];
         }
       }
-      dropout_tile<Scalar>(x.read(tile, size),
+      dropout_tile<Scalar>(x.read(tile_begin, size),
                            random + position % kWordsPerCounter,
                            job.threshold,
                            static_cast<Scalar>(job.scale),
-                           y.begin(tile),
+                           y.start_tile(tile_begin),
                            size);
-      y.finish(tile, size);
+      y.finish_tile(tile_begin, size);
     });
     begin = end;
   }

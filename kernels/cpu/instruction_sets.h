@@ -4,7 +4,6 @@
 
 #include <vector>
 
-// The variants of loops.h that the running processor supports.
 namespace weft::kernels::cpu {
 
 struct InstructionSet {

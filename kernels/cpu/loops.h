@@ -7,7 +7,8 @@
 
 #include <cstdint>
 
-// {activation,cross_entropy,dropout,norm}_loops.h compiled once per instruction set.
+// The entry points of {activation,cross_entropy,dropout,norm}_loops.h, which are compiled once per
+// instruction set.
 namespace weft::kernels::cpu {
 
 struct Loops {
@@ -18,7 +19,7 @@ struct Loops {
   // Rows [first, last).
   void (*norm_forward)(const detail::NormForwardJob& job, int64_t first, int64_t last);
   // Rows [first, last). Adds their contribution to the parameters' gradients to `param_sums`,
-  // [1 or 2, row_size] in the compute type, unless that is null.
+  // [1 or 2, row_size] in the compute type, unless `param_sums` is null.
   void (*norm_backward)(const detail::NormBackwardJob& job,
                         int64_t first,
                         int64_t last,

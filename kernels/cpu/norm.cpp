@@ -26,11 +26,11 @@ const Loops& loops() {
 struct CpuDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
 
-  static at::Tensor params(const at::Tensor& params, at::ScalarType scalar) {
-    return params.to(scalar);
+  static at::Tensor params(const at::Tensor& params, at::ScalarType compute_type) {
+    return params.to(compute_type);
   }
 
-  static void run(const detail::NormForwardJob& job, const at::Tensor& /*like*/) {
+  static void run(const detail::NormForwardJob& job, c10::Device /*device*/) {
     const int64_t grain = std::max<int64_t>(1, kElementsPerThread / job.row_size);
     at::parallel_for(0, job.num_rows, grain, [&job](int64_t first, int64_t last) {
       loops().norm_forward(job, first, last);
@@ -39,7 +39,7 @@ struct CpuDevice {
 
   static at::Tensor run(const detail::NormBackwardJob& job,
                         int num_params,
-                        const at::Tensor& like) {
+                        const at::TensorOptions& options) {
     const int64_t rows_per_block =
         std::max(kMinRowsPerBlock, (job.num_rows + kMaxBlocks - 1) / kMaxBlocks);
     const int64_t num_blocks = (job.num_rows + rows_per_block - 1) / rows_per_block;
@@ -49,8 +49,7 @@ struct CpuDevice {
     char* data = nullptr;
     int64_t bytes_per_block = 0;
     if (num_params > 0) {
-      sums = at::zeros({num_blocks, num_params, job.row_size},
-                       like.options().dtype(detail::scalar_type_of(like.scalar_type())));
+      sums = at::zeros({num_blocks, num_params, job.row_size}, options);
       data = static_cast<char*>(sums.mutable_data_ptr());
       bytes_per_block = num_params * job.row_size * static_cast<int64_t>(sums.element_size());
     }

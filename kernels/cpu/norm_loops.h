@@ -9,12 +9,13 @@
 #include <type_traits>
 
 // Runs the norm jobs with the instruction set this file is compiled for. Internal linkage
-// throughout: see polynomial_math.h. Parameters are always scalars here (`params_in_compute_type`).
+// throughout: see polynomial_math.h. Weight and bias always have the compute type here
+// (`params_in_compute_type`).
 //
-// A sum has the same number of lanes for every instruction set, added in one order: results are
-// bitwise equal on every processor, except for fused multiply-adds. Lanes use the compiler's vector
-// extension. An array of scalars would stay in memory, and each addition would wait for the
-// previous store.
+// A sum has the same number of lanes for every instruction set, and the lanes are added in one
+// order: results are bitwise equal on every processor, except for fused multiply-adds. The lanes
+// are a vector of the compiler's vector extension. An array would stay in memory, and each addition
+// would wait for the previous store.
 namespace weft::kernels::cpu {
 namespace {
 
@@ -47,7 +48,8 @@ C10_ALWAYS_INLINE void store_lanes(const typename Vector<Scalar>::Lanes& lanes,
   }
 }
 
-// Alternates between two vectors, so that an addition does not depend on the previous one.
+// A sum in two vectors, to which values are added alternately, so that an addition does not depend
+// on the previous one.
 template <typename Scalar>
 struct LaneSum {
   static constexpr int64_t kLanes = Vector<Scalar>::kLanes;
@@ -234,17 +236,17 @@ void run_norm_forward(const detail::NormForwardJob& job, int64_t first, int64_t 
     if (job.residual != nullptr) {
       for_each_tile(row_begin, row_end, [&](int64_t begin, int64_t count) {
         add_tile<Scalar>(
-            x.read(begin, count), residual.read(begin, count), sum.begin(begin), count);
-        sum.finish(begin, count);
+            x.read(begin, count), residual.read(begin, count), sum.start_tile(begin), count);
+        sum.finish_tile(begin, count);
       });
     }
     Scalar mean = 0;
     if (job.centered) {
-      LaneSum<Scalar> total;
+      LaneSum<Scalar> row_sum;
       for_each_tile(row_begin, row_end, [&](int64_t begin, int64_t count) {
-        sum_tile(v.read(begin, count), count, total);
+        sum_tile(v.read(begin, count), count, row_sum);
       });
-      mean = total.total() / static_cast<Scalar>(size);
+      mean = row_sum.total() / static_cast<Scalar>(size);
       static_cast<Scalar*>(job.mean)[row] = mean;
     }
     LaneSum<Scalar> squares;
@@ -261,8 +263,8 @@ void run_norm_forward(const detail::NormForwardJob& job, int64_t first, int64_t 
       const auto normalize = bias != nullptr     ? normalize_tile<Scalar, true, true>
                              : weight != nullptr ? normalize_tile<Scalar, true, false>
                                                  : normalize_tile<Scalar, false, false>;
-      normalize(v.read(begin, count), mean, rstd, weights, biases, y.begin(begin), count);
-      y.finish(begin, count);
+      normalize(v.read(begin, count), mean, rstd, weights, biases, y.start_tile(begin), count);
+      y.finish_tile(begin, count);
     });
   }
 }
@@ -305,7 +307,7 @@ void run_norm_backward(const detail::NormBackwardJob& job,
     for_each_tile(row_begin, row_end, [&](int64_t begin, int64_t count) {
       const auto write = weight != nullptr ? input_gradient_tile<Scalar, true>
                                            : input_gradient_tile<Scalar, false>;
-      Scalar* out = grad_v.begin(begin);
+      Scalar* out = grad_v.start_tile(begin);
       write(grad_y.read(begin, count),
             v.read(begin, count),
             advanced(weight, begin - row_begin),
@@ -316,7 +318,7 @@ void run_norm_backward(const detail::NormBackwardJob& job,
             out,
             count);
       if (job.grad_sum != nullptr) accumulate_tile(grad_sum.read(begin, count), out, count);
-      grad_v.finish(begin, count);
+      grad_v.finish_tile(begin, count);
     });
   }
 }

@@ -10,9 +10,10 @@
 // exp and the normal distribution as straight-line arithmetic that the compiler can vectorise:
 // no table, no branch, no library call. Both are within a few units in the last place.
 //
-// Everything here and in the other headers of this folder has internal linkage. The files that
-// include them are compiled for different instruction sets, and with external linkage the linker
-// would keep one copy of each function, perhaps one that the running processor cannot execute.
+// Everything here, in tiles.h and in the *_loops.h files has internal linkage. The files that
+// include these headers are compiled for different instruction sets, and with external linkage the
+// linker would keep one copy of each function, perhaps one that the running processor cannot
+// execute.
 namespace weft::kernels::cpu {
 namespace {
 
@@ -37,8 +38,9 @@ struct PolynomialConstants<float> {
                                    0.041666554662050533982F,
                                    0.0083631730745137109028F,
                                    0.0013926176119935578884F};
-  static constexpr Bits kHighHalf = ~Bits{0xFFF};  // the bits of a number whose square is exact
-  static constexpr float kNormalLimit = 15.0F;     // the pdf is 0 beyond
+  // Mask of a number's high bits: the square of a number that has only these is exact.
+  static constexpr Bits kHighHalf = ~Bits{0xFFF};
+  static constexpr float kNormalLimit = 15.0F;  // the pdf is 0 beyond
   static constexpr float kMillsCenter = 4.0F;
   // Relative error 2.3e-8; see normal().
   static constexpr float kMills[] = {0.75528512121297372228F,
@@ -143,7 +145,8 @@ struct PolynomialMath {
 
  private:
   // Returns exp(high + low). `low` is 0 or much smaller than `high` in magnitude.
-  // REQUIRES: high within the bounds of exp(), or a little below them, where the result is 0.
+  // REQUIRES: `high` is between kExpZero and kExpInfinite, or a little below kExpZero, where the
+  // result is 0.
   C10_ALWAYS_INLINE static Scalar exp_of_sum(Scalar high, Scalar low) {
     constexpr Scalar kLog2E = Scalar(1.4426950408889634073599246810019);
     const Scalar exponent = rounded((high + low) * kLog2E);

@@ -7,12 +7,13 @@
 #include <cstdint>
 #include <type_traits>
 
-// Reads and writes arrays for the loops, with the instruction set this file is compiled for.
-// Internal linkage throughout: see polynomial_math.h.
+// Reads and writes the arrays of the jobs that the *_loops.h files run, with the instruction set
+// this file is compiled for. Internal linkage throughout: see polynomial_math.h.
 //
-// Work proceeds in tiles of up to kTileSize elements: operands are converted into small buffers,
-// the formula runs over the buffers, and results are rounded into the output. float and double
-// arrays are read and written in place. One loop per formula thus serves every storage type.
+// Work proceeds in tiles of up to kTileSize elements: operands are converted into small buffers of
+// the compute type (`Scalar`: double for double, else float), the formula runs over the buffers,
+// and results are rounded into the output. float and double arrays are read and written in place.
+// The loop of a formula thus serves every storage type.
 namespace weft::kernels::cpu {
 namespace {
 
@@ -21,7 +22,7 @@ constexpr int64_t kTileSize = 512;
 template <typename Storage>
 using ScalarOf = std::conditional_t<std::is_same_v<Storage, double>, double, float>;
 
-// Reads an operand as scalars.
+// Reads an operand in the compute type.
 template <typename Storage>
 class TileReader {
  public:
@@ -29,7 +30,8 @@ class TileReader {
 
   explicit TileReader(const void* data) : data_(static_cast<const Storage*>(data)) {}
 
-  // Returns elements [begin, begin + size) of the array; valid until the next call.
+  // Returns elements [begin, begin + size) of the array, at most kTileSize; valid until the next
+  // call.
   const Scalar* read(int64_t begin, int64_t size) {
     const Storage* source = data_ + begin;
     if constexpr (std::is_same_v<Storage, Scalar>) {
@@ -49,7 +51,8 @@ class TileReader {
   alignas(64) Scalar buffer_[std::is_same_v<Storage, Scalar> ? 1 : kTileSize];
 };
 
-// Writes results: begin() returns the memory to write scalars to, finish() stores them.
+// Writes results: start_tile() returns memory for up to kTileSize results in the compute type, from
+// element `begin` of the array on; finish_tile() stores the first `size` of them into the array.
 template <typename Storage>
 class TileWriter {
  public:
@@ -57,7 +60,7 @@ class TileWriter {
 
   explicit TileWriter(void* data) : data_(static_cast<Storage*>(data)) {}
 
-  Scalar* begin(int64_t begin) {
+  Scalar* start_tile(int64_t begin) {
     if constexpr (std::is_same_v<Storage, Scalar>) {
       return data_ + begin;
     } else {
@@ -65,7 +68,7 @@ class TileWriter {
     }
   }
 
-  void finish(int64_t begin, int64_t size) {
+  void finish_tile(int64_t begin, int64_t size) {
     if constexpr (!std::is_same_v<Storage, Scalar>) {
       Storage* __restrict target = data_ + begin;
       for (int64_t i = 0; i < size; ++i) store(buffer_[i], target[i]);

@@ -15,8 +15,8 @@ struct CudaDevice {
     return at::empty(like.sizes(), like.options());
   }
 
-  static void run(const detail::ActivationJob& job, const at::Tensor& like) {
-    launch_activation(job, like.device());
+  static void run(const detail::ActivationJob& job, c10::Device device) {
+    launch_activation(job, device);
   }
 };
 

@@ -12,9 +12,10 @@ __device__ __forceinline__ Scalar shuffle_xor(Scalar value, int offset) {
 }
 
 // Returns the block's values reduced by `combine`, on every thread. `identity` is neutral for
-// `combine`; `shared` has kWarpSize entries. A `Value` that is not a number needs an overload of
-// shuffle_xor().
-// REQUIRES: a one-dimensional block, whose size is a multiple of kWarpSize; all threads call.
+// `combine`; `shared` is shared memory for kWarpSize values. A `Value` that is not a number needs
+// an overload of shuffle_xor().
+// REQUIRES: all threads of the block call; the block is one-dimensional and its size is a multiple
+// of kWarpSize.
 template <typename Value, typename Combine>
 __device__ __forceinline__ Value
 block_reduce(Value value, Value identity, const Combine& combine, Value* shared) {

@@ -9,12 +9,12 @@ namespace {
 struct CudaDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CUDA;
 
-  static void run(const detail::CrossEntropyStatisticsJob& job, const at::Tensor& like) {
-    launch_cross_entropy_statistics(job, like.device());
+  static void run(const detail::CrossEntropyStatisticsJob& job, c10::Device device) {
+    launch_cross_entropy_statistics(job, device);
   }
 
-  static void run(const detail::CrossEntropyGradientJob& job, const at::Tensor& like) {
-    launch_cross_entropy_gradient(job, like.device());
+  static void run(const detail::CrossEntropyGradientJob& job, c10::Device device) {
+    launch_cross_entropy_gradient(job, device);
   }
 };
 
@@ -27,8 +27,8 @@ at::Tensor cross_entropy_statistics(const CrossEntropyStatisticsArguments& argum
 }
 
 void cross_entropy_gradient(const CrossEntropyGradientArguments& arguments,
-                            const at::Tensor& gradient) {
-  Entry::gradient(arguments, gradient);
+                            const at::Tensor& grad_logits) {
+  Entry::gradient(arguments, grad_logits);
 }
 
 }  // namespace weft::kernels::cuda

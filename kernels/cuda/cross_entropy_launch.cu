@@ -35,7 +35,8 @@ struct RowPacks {
     row_end = size;
   }
 
-  // Calls visit.operator()<width>(column) for the columns of one of `num_threads` threads.
+  // Calls visit.operator()<width>(column) for each pack that thread `thread_idx` of `num_threads`
+  // processes: the columns [column, column + width).
   template <typename Visit>
   __device__ __forceinline__ void for_each(int64_t thread_idx,
                                            int64_t num_threads,
@@ -64,7 +65,7 @@ __device__ __forceinline__ Scalar larger(Scalar a, Scalar b) {
 }
 
 // Returns the number to subtract before exp. While all logits so far are masked out (-infinity),
-// that is 0: their sum must be 0, not NaN.
+// that number is 0: the sum of exponentials must be 0, not NaN.
 template <typename Scalar>
 __device__ __forceinline__ Scalar shift_of(Scalar largest) {
   return largest == -kInfinity<Scalar> ? Scalar(0) : largest;
@@ -142,8 +143,8 @@ __global__ void __launch_bounds__(kMaxStatisticsThreads)
   }
 }
 
-// The blocks of one blockIdx.y divide one row at a time among them. One thread reads an element and
-// then writes it, so the gradient may overwrite the logits.
+// The blocks with one blockIdx.y process one row at a time together. The thread that reads an
+// element of the logits also writes it, so the gradient may overwrite the logits.
 template <typename Storage, int kWidth>
 __global__ void __launch_bounds__(kGradientThreads)
     gradient_kernel(const CrossEntropyGradientJob job) {
@@ -154,24 +155,25 @@ __global__ void __launch_bounds__(kGradientThreads)
   const auto target_offset = static_cast<Scalar>(1 - job.smoothing);
   for (int64_t row = blockIdx.y; row < job.num_rows; row += gridDim.y) {
     const Storage* logits = static_cast<const Storage*>(job.logits) + row * job.row_stride;
-    Storage* gradient = static_cast<Storage*>(job.gradient) + row * job.row_size;
+    Storage* grad_logits = static_cast<Storage*>(job.grad_logits) + row * job.row_size;
     const Scalar largest = static_cast<const Scalar*>(job.largest)[row];
     const Scalar log_sum = static_cast<const Scalar*>(job.log_sum)[row];
-    const Scalar scale = static_cast<const Scalar*>(job.grad)[row];
+    const Scalar grad_loss = static_cast<const Scalar*>(job.grad_losses)[row];
     const bool is_ignored = job.targets.is_ignored(row);
     const int64_t target = job.targets.column(row);
-    RowPacks<Storage, kWidth>(gradient, job.row_size)
+    RowPacks<Storage, kWidth>(grad_logits, job.row_size)
         .for_each(thread_idx, num_threads, [&]<int kPack>(int64_t column) {
           Scalar values[kPack] = {};
           if (!is_ignored) {
             load_pack<Storage>(logits, column, values);
 #pragma unroll
             for (int i = 0; i < kPack; ++i) {
-              const Scalar p = ::exp((values[i] - largest) - log_sum) - smoothing_per_class;
-              values[i] = (column + i == target ? p - target_offset : p) * scale;
+              const Scalar p = ::exp((values[i] - largest) - log_sum);
+              const Scalar grad = p - smoothing_per_class;
+              values[i] = (column + i == target ? grad - target_offset : grad) * grad_loss;
             }
           }
-          store_pack<Storage>(gradient, column, values);
+          store_pack<Storage>(grad_logits, column, values);
         });
   }
 }
@@ -182,11 +184,12 @@ int64_t packs_of(int64_t row_size) {
   return (row_size + kWidth - 1) / kWidth;
 }
 
-// Whether every row of the logits and its gradient have the same address modulo kVectorBytes.
+// Returns whether every row of the logits has the same address modulo kVectorBytes as the row of
+// their gradient.
 template <typename Storage>
 bool is_packable(const CrossEntropyGradientJob& job) {
   const auto apart =
-      reinterpret_cast<uintptr_t>(job.logits) - reinterpret_cast<uintptr_t>(job.gradient);
+      reinterpret_cast<uintptr_t>(job.logits) - reinterpret_cast<uintptr_t>(job.grad_logits);
   const int64_t strides_apart = (job.row_stride - job.row_size) * int64_t{sizeof(Storage)};
   return apart % kVectorBytes == 0 && strides_apart % kVectorBytes == 0;
 }

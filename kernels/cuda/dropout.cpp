@@ -9,8 +9,8 @@ namespace {
 struct CudaDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CUDA;
 
-  static void run(const detail::DropoutJob& job, const at::Tensor& like) {
-    launch_dropout(job, like.device());
+  static void run(const detail::DropoutJob& job, c10::Device device) {
+    launch_dropout(job, device);
   }
 };
 

@@ -17,8 +17,8 @@ template <typename Element>
 struct DropoutOperation {
   using Storage = Element;
 
-  // Processes kWidth elements from `begin` on, which lie in one run. A pack of 4 or 8 whose
-  // position is a multiple of 4 needs one Philox counter for every 4 elements.
+  // Processes elements [begin, begin + kWidth), which lie in one run. A pack of 4 or 8 elements
+  // whose position is a multiple of 4 needs one Philox counter for every 4 elements.
   template <int kWidth>
   static __device__ __forceinline__ void run(const DropoutJob& job, int64_t begin) {
     using Scalar = ScalarOf<Storage>;

@@ -12,8 +12,8 @@
 // Launches jobs whose elements are independent of each other. An `Operation` supplies:
 //
 //   struct Operation {
-//     using Storage = ...;  // of all arrays
-//     // Processes kWidth elements from `begin` on, a multiple of kWidth.
+//     using Storage = ...;  // element type of all arrays
+//     // Processes elements [begin, begin + kWidth); `begin` is a multiple of kWidth.
 //     template <int kWidth>
 //     static __device__ void run(const Job& job, int64_t begin);
 //   };
@@ -22,7 +22,7 @@ namespace weft::kernels::cuda {
 inline constexpr int kElementwiseThreads = 256;
 inline constexpr int kElementwiseBlocksPerMultiprocessor = 8;
 
-// kWidth elements at a time, the remainder one by one.
+// Processes kWidth elements at a time and the remainder one by one.
 template <typename Operation, int kWidth, typename Job>
 __global__ void __launch_bounds__(kElementwiseThreads) elementwise_kernel(const Job job) {
   const int64_t thread_idx = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

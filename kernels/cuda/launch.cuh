@@ -11,7 +11,8 @@
 #include <cstdint>
 #include <initializer_list>
 
-// Helpers of every launch: device attributes, alignment of arrays, and dispatch on their type.
+// Helpers of every launch: device attributes, alignment of arrays, and dispatch on the element
+// type.
 namespace weft::kernels::cuda {
 
 inline int attribute(cudaDeviceAttr name, c10::Device device) {
@@ -24,7 +25,7 @@ inline int num_multiprocessors(c10::Device device) {
   return attribute(cudaDevAttrMultiProcessorCount, device);
 }
 
-// Whether all pointers are aligned to kVectorBytes; unused ones are null.
+// Returns whether all pointers are aligned to kVectorBytes. Null pointers are.
 inline bool is_vector_aligned(std::initializer_list<const void*> pointers) {
   uintptr_t bits = 0;
   for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);

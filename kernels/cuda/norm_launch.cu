@@ -17,8 +17,8 @@ using detail::NormBackwardJob;
 using detail::NormForwardJob;
 using detail::StorageType;
 
-// Each block processes one row at a time. A row is read up to three times, from the caches after
-// the first: each thread reads the same packs again.
+// Each block processes one row at a time. A row is read up to three times, after the first time
+// from the caches: each thread reads the same packs again.
 template <typename Storage, typename Params, int kWidth>
 __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_kernel(const NormForwardJob job) {
   using Scalar = ScalarOf<Storage>;
@@ -82,10 +82,10 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_kernel(const Norm
 }
 
 // Each block processes one row at a time, as above. It accumulates its rows' parameter gradients in
-// shared memory and stores them to its segment of `partial_sums` at the end; if a row does not fit
-// into shared memory, it accumulates in that segment. In shared memory, the elements of a pack are
-// num_packs apart, so that neighbouring threads access neighbouring banks. A column is accumulated
-// by one thread only, so there are no races.
+// shared memory and stores them to its segment of `partial_sums` at the end; if they do not fit
+// into shared memory (`sums_are_shared` is false), it accumulates them in that segment. In shared
+// memory, the elements of a pack are num_packs apart, so that neighbouring threads access
+// neighbouring banks. A column is accumulated by one thread only, so there are no races.
 template <typename Storage, typename Params, int kWidth>
 __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const NormBackwardJob job,
                                                                        int num_params,
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Nor
   const int64_t step = static_cast<int64_t>(blockDim.x) * kWidth;
   const int64_t num_packs = job.row_size / kWidth;
   const Scalar size = static_cast<Scalar>(job.row_size);
-  Scalar* own = static_cast<Scalar*>(partial_sums) + blockIdx.x * num_params * job.row_size;
-  Scalar* sums = sums_are_shared ? reinterpret_cast<Scalar*>(dynamic_shared) : own;
+  Scalar* segment = static_cast<Scalar*>(partial_sums) + blockIdx.x * num_params * job.row_size;
+  Scalar* sums = sums_are_shared ? reinterpret_cast<Scalar*>(dynamic_shared) : segment;
   const int64_t stride = sums_are_shared ? num_packs : 1;    // between elements of a pack
   const int64_t pack_stride = sums_are_shared ? 1 : kWidth;  // between packs
   for (int64_t i = threadIdx.x; i < num_params * job.row_size; i += blockDim.x) sums[i] = 0;
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Nor
     for (int param = 0; param < num_params; ++param) {
       const int64_t begin = param * job.row_size;
       for (int64_t column = threadIdx.x; column < job.row_size; column += blockDim.x) {
-        own[begin + column] = sums[begin + (column / kWidth) + (column % kWidth) * num_packs];
+        segment[begin + column] = sums[begin + (column / kWidth) + (column % kWidth) * num_packs];
       }
     }
   }
@@ -186,9 +186,10 @@ __global__ void sum_blocks_kernel(const Scalar* partial_sums,
   }
 }
 
-int64_t shared_bytes(const NormBackwardJob& job, int num_params) {
-  const int64_t scalar = job.type == StorageType::kFloat64 ? 8 : 4;
-  return num_params * job.row_size * scalar;
+// The bytes of one block's sums.
+int64_t bytes_of_sums(const NormBackwardJob& job, int num_params) {
+  const int64_t scalar_bytes = job.type == StorageType::kFloat64 ? 8 : 4;
+  return num_params * job.row_size * scalar_bytes;
 }
 
 template <typename Storage, typename Params, int kWidth>
@@ -210,18 +211,18 @@ void run_backward(const NormBackwardJob& job,
   const auto kernel = norm_backward_kernel<Storage, Params, kWidth>;
   const int64_t num_blocks = num_blocks_of(job, device);
   // At most half of a multiprocessor's shared memory, so that two blocks fit.
-  const int64_t most_shared =
+  const int64_t max_shared_bytes =
       std::min(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / 2) -
       2048;
-  const int64_t wanted = shared_bytes(job, num_params);
-  const bool sums_are_shared = num_params > 0 && wanted <= most_shared;
-  const auto shared = static_cast<size_t>(sums_are_shared ? wanted : 0);
+  const int64_t sums_bytes = bytes_of_sums(job, num_params);
+  const bool sums_are_shared = num_params > 0 && sums_bytes <= max_shared_bytes;
+  const auto shared_bytes = static_cast<size_t>(sums_are_shared ? sums_bytes : 0);
   C10_CUDA_CHECK(cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(most_shared)));
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(max_shared_bytes)));
   kernel<<<static_cast<unsigned>(num_blocks),
            static_cast<unsigned>(threads_of(job)),
-           shared,
+           shared_bytes,
            stream>>>(job, num_params, sums_are_shared, partial_sums);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (num_params == 0) return;

@@ -8,10 +8,9 @@
 
 namespace weft::kernels::cuda {
 
-// Enqueues the job on the current stream of `device`, as does launch_norm_backward. Its pointers
-// must stay valid until it has run; the caching allocator guarantees that for tensors used on that
-// stream.
-// REQUIRES: the job has elements.
+// Enqueues the job on the current stream of `device`, as does launch_norm_backward. The pointers of
+// a job must stay valid until it has run; the caching allocator guarantees that for tensors used on
+// that stream. REQUIRES (both): the job has elements.
 void launch_norm_forward(const detail::NormForwardJob& job, c10::Device device);
 
 // Returns the number of blocks that launch_norm_backward uses.

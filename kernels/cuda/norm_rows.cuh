@@ -21,16 +21,17 @@ inline constexpr int kThreadsPerMultiprocessor = 2048;
 template <typename Params, typename Scalar, int kWidth>
 __device__ __forceinline__ void load_params(const void* params,
                                             int64_t column,
-                                            Scalar otherwise,
+                                            Scalar value_if_null,
                                             Scalar (&out)[kWidth]) {
   if (params != nullptr) {
     load_pack<Params>(params, column, out);
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) out[i] = otherwise;
+  for (int i = 0; i < kWidth; ++i) out[i] = value_if_null;
 }
 
+// Returns the size of an element of `type`.
 inline int64_t bytes_of(detail::StorageType type) {
   switch (type) {
     case detail::StorageType::kFloat64:
@@ -42,14 +43,14 @@ inline int64_t bytes_of(detail::StorageType type) {
   }
 }
 
-// Whether rows can be accessed in packs of 16 bytes: every row begins at a multiple of that. A pack
-// of float32 parameters beside half types is 32 bytes, which the compiler loads with two
-// instructions, so weight and bias must be aligned to 32 bytes.
+// Returns whether the rows of `arrays` can be accessed in packs of 16 bytes: every row begins at a
+// multiple of 16 bytes. If the arrays are of a half type, a pack of float32 parameters is 32 bytes,
+// which the compiler loads with two instructions, so weight and bias must be aligned to 32 bytes.
 template <typename Job>
-bool is_packable(const Job& job, std::initializer_list<const void*> rows) {
+bool is_packable(const Job& job, std::initializer_list<const void*> arrays) {
   const int64_t width = kVectorBytes / bytes_of(job.type);
   const auto weight = reinterpret_cast<uintptr_t>(job.weight);
-  return job.row_size % width == 0 && is_vector_aligned(rows) && weight % (2 * kVectorBytes) == 0;
+  return job.row_size % width == 0 && is_vector_aligned(arrays) && weight % (2 * kVectorBytes) == 0;
 }
 
 inline bool is_packable(const detail::NormForwardJob& job) {
@@ -70,9 +71,9 @@ int threads_of(const Job& job) {
   return threads;
 }
 
-// Half as many threads as fill the device, so that each block may use half of a multiprocessor's
-// shared memory; at most 8 blocks per multiprocessor, because all blocks' sums are added at the
-// end.
+// Returns the number of blocks: half as many threads as fill the device, so that each block of
+// kMaxThreads may use half of a multiprocessor's shared memory; at most 8 blocks per
+// multiprocessor, because all blocks' sums are added at the end.
 template <typename Job>
 int64_t num_blocks_of(const Job& job, c10::Device device) {
   const int64_t per_multiprocessor =

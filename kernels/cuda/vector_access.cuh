@@ -8,7 +8,7 @@ namespace weft::kernels::cuda {
 
 inline constexpr int kVectorBytes = 16;
 
-// The compute type.
+// The compute type of a storage type.
 template <typename Storage>
 using ScalarOf = std::conditional_t<std::is_same_v<Storage, double>, double, float>;
 
@@ -17,7 +17,8 @@ struct alignas(sizeof(Storage) * kWidth) Pack {
   Storage values[kWidth];
 };
 
-// REQUIRES: the element at `begin` is aligned to a pack.
+// Load and store elements [begin, begin + kWidth). REQUIRES: the address of element `begin` is a
+// multiple of the pack's size.
 template <typename Storage, typename Scalar, int kWidth>
 __device__ __forceinline__ void load_pack(const void* data, int64_t begin, Scalar (&out)[kWidth]) {
   const auto pack =

@@ -8,9 +8,9 @@ struct NamedOperand {
   const at::Tensor* tensor;
 };
 
-void check_type(const ActivationOperands& operands,
-                const NamedOperand& operand,
-                const NamedOperand& reference) {
+void check_device_and_dtype(const ActivationOperands& operands,
+                            const NamedOperand& operand,
+                            const NamedOperand& reference) {
   TORCH_CHECK(operand.tensor->defined(),
               operands.function,
               " got an undefined tensor as ",
@@ -44,7 +44,7 @@ void check_same_shape(const ActivationOperands& operands,
                       const NamedOperand& operand,
                       const NamedOperand& reference) {
   if (operand.tensor == nullptr) return;
-  check_type(operands, operand, reference);
+  check_device_and_dtype(operands, operand, reference);
   TORCH_CHECK(operand.tensor->sizes() == reference.tensor->sizes(),
               operands.function,
               " got ",
@@ -62,7 +62,7 @@ void check_same_shape(const ActivationOperands& operands,
 
 void check_operands(const ActivationOperands& operands, c10::DeviceType device) {
   const NamedOperand x = {operands.up != nullptr ? "gate" : "x", &operands.x};
-  check_type(operands, x, x);
+  check_device_and_dtype(operands, x, x);
   TORCH_CHECK(x.tensor->device().type() == device,
               operands.function,
               " got ",

@@ -14,19 +14,20 @@
 //   struct Device {
 //     static constexpr c10::DeviceType kType;
 //     static at::Tensor empty_like(const at::Tensor& like);  // contiguous
-//     static void run(const ActivationJob& job, const at::Tensor& like);  // job.num_elements > 0
+//     static void run(const ActivationJob& job, c10::Device device);  // job.num_elements > 0
 //   };
 namespace weft::kernels::detail {
 
-// The arguments of one call; `x` is the gate of the gated operations. Borrowed.
+// The arguments of one call, borrowed; `x` is the gate of the gated operations.
 struct ActivationOperands {
-  const char* function;
+  const char* function;  // its name, for errors
   const at::Tensor& x;
   const at::Tensor* up = nullptr;
   const at::Tensor* grad_h = nullptr;
 };
 
-// Throws c10::Error for operands that do not match or are not on `device`.
+// Throws c10::Error if operands differ in shape, dtype or device, or if `x` has another dtype than
+// the supported ones or is on another type of device than `device`.
 void check_operands(const ActivationOperands& operands, c10::DeviceType device);
 
 struct ActivationResults {
@@ -67,7 +68,7 @@ ActivationResults run_operands(const ActivationOperands& operands,
           .grad_x = writable(results.grad_x),
           .grad_up = writable(results.grad_up),
       },
-      x);
+      x.device());
   return results;
 }
 

@@ -6,7 +6,8 @@
 
 #include <cmath>
 
-// The formulae, shared by all devices. `Math` supplies the transcendental functions:
+// The formulae of the activations, shared by all devices. `Math` supplies the transcendental
+// functions:
 //
 //   struct Math {
 //     using Scalar = float or double;
@@ -35,7 +36,7 @@ struct ActivationGradient {
 template <typename Scalar>
 struct Logistic {
   Scalar value;
-  Scalar slope;
+  Scalar slope;  // the derivative
 };
 
 template <typename Math>
@@ -44,7 +45,7 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE Logistic<typename Math::Scalar> logistic(
   using Scalar = typename Math::Scalar;
   const Scalar decay = Math::exp(-std::fabs(x));
   const Scalar inverse = Scalar(1) / (Scalar(1) + decay);
-  const Scalar smaller = decay * inverse;  // of sigmoid(x) and sigmoid(-x)
+  const Scalar smaller = decay * inverse;  // the smaller of sigmoid(x) and sigmoid(-x)
   return {x < Scalar(0) ? smaller : inverse, smaller * inverse};
 }
 
@@ -105,8 +106,8 @@ struct Formula<Math, Activation::kGeluTanh> {
   }
 
  private:
-  // The sigmoid has reached 0 or 1 long before 40; the bound keeps y * y finite for finite x.
-  // The bound drops NaN, but the results keep it: they multiply by x itself.
+  // The sigmoid reaches 0 or 1 long before |x| = 40; the bound keeps y * y finite for finite x. The
+  // bound drops NaN, but the results keep NaN, because they multiply by x itself.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static Scalar bounded(Scalar x) {
     const Scalar above = x > Scalar(-40) ? x : Scalar(-40);
     return above < Scalar(40) ? above : Scalar(40);

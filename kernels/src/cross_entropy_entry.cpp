@@ -22,34 +22,34 @@ void check_logits(const at::Tensor& logits, c10::DeviceType device) {
               "; pass a matrix, a row for each token.");
 }
 
-void check_rows(const char* name, const at::Tensor& rows, const at::Tensor& logits) {
-  TORCH_CHECK(rows.device() == logits.device(),
+void check_per_row(const char* name, const at::Tensor& values, const at::Tensor& logits) {
+  TORCH_CHECK(values.device() == logits.device(),
               "cross_entropy got ",
               name,
               " on ",
-              rows.device(),
+              values.device(),
               " but logits on ",
               logits.device(),
               "; move both to one device.");
-  TORCH_CHECK(rows.dim() > 0 && rows.size(-1) == logits.size(0),
+  TORCH_CHECK(values.dim() > 0 && values.size(-1) == logits.size(0),
               "cross_entropy got ",
               name,
               " of shape ",
-              rows.sizes(),
+              values.sizes(),
               " for logits of shape ",
               logits.sizes(),
-              "; pass one for each row.");
+              "; pass a last dim with one entry per row of the logits.");
 }
 
 void check_target(const at::Tensor& target, const at::Tensor& logits) {
-  check_rows("target", target, logits);
+  check_per_row("target", target, logits);
   TORCH_CHECK(
       target.dim() == 1 && (target.scalar_type() == at::kLong || target.scalar_type() == at::kInt),
       "cross_entropy got target of ",
       target.scalar_type(),
       " ",
       target.sizes(),
-      "; pass one dim of int64 or int32.");
+      "; pass a tensor with one dim, of int64 or int32.");
 }
 
 }  // namespace
@@ -60,13 +60,13 @@ void check_statistics(const CrossEntropyStatisticsArguments& arguments, c10::Dev
 }
 
 void check_gradient(const CrossEntropyGradientArguments& arguments,
-                    const at::Tensor& gradient,
+                    const at::Tensor& grad_logits,
                     c10::DeviceType device) {
   const at::Tensor& logits = arguments.logits;
   check_logits(logits, device);
   check_target(arguments.target, logits);
-  check_rows("grad_losses", arguments.grad_losses, logits);
-  check_rows("normalizers", arguments.normalizers, logits);
+  check_per_row("grad_losses", arguments.grad_losses, logits);
+  check_per_row("normalizers", arguments.normalizers, logits);
   TORCH_CHECK(arguments.grad_losses.dim() == 1 && arguments.normalizers.dim() == 2 &&
                   arguments.normalizers.size(0) == 2,
               "cross_entropy got grad_losses of shape ",
@@ -74,27 +74,27 @@ void check_gradient(const CrossEntropyGradientArguments& arguments,
               " and normalizers of shape ",
               arguments.normalizers.sizes(),
               "; pass [tokens] and [2, tokens].");
-  TORCH_CHECK(gradient.device() == logits.device() &&
-                  gradient.scalar_type() == logits.scalar_type() &&
-                  gradient.sizes() == logits.sizes() && gradient.is_contiguous(),
+  TORCH_CHECK(grad_logits.device() == logits.device() &&
+                  grad_logits.scalar_type() == logits.scalar_type() &&
+                  grad_logits.sizes() == logits.sizes() && grad_logits.is_contiguous(),
               "cross_entropy got grad_logits of ",
-              gradient.scalar_type(),
+              grad_logits.scalar_type(),
               " ",
-              gradient.sizes(),
+              grad_logits.sizes(),
               " on ",
-              gradient.device(),
+              grad_logits.device(),
               " for logits of ",
               logits.scalar_type(),
               " ",
               logits.sizes(),
               " on ",
               logits.device(),
-              "; pass a contiguous tensor like them.");
+              "; pass a contiguous tensor of the dtype, shape and device of the logits.");
 }
 
 at::Tensor empty_statistics(const at::Tensor& logits) {
   return at::empty({logits.size(0), 4},
-                   logits.options().dtype(scalar_type_of(logits.scalar_type())));
+                   logits.options().dtype(compute_type_of(logits.scalar_type())));
 }
 
 at::Tensor with_contiguous_rows(const at::Tensor& logits) {
@@ -103,8 +103,8 @@ at::Tensor with_contiguous_rows(const at::Tensor& logits) {
 
 at::Tensor as_targets(const at::Tensor& target) { return target.to(at::kLong).contiguous(); }
 
-at::Tensor as_scalars(const at::Tensor& values, const at::Tensor& logits) {
-  return values.to(scalar_type_of(logits.scalar_type())).contiguous();
+at::Tensor in_compute_type(const at::Tensor& values, const at::Tensor& logits) {
+  return values.to(compute_type_of(logits.scalar_type())).contiguous();
 }
 
 }  // namespace weft::kernels::detail

@@ -9,25 +9,28 @@
 //
 //   struct Device {
 //     static constexpr c10::DeviceType kType;
-//     static void run(const CrossEntropyStatisticsJob& job, const at::Tensor& like);  // has rows
-//     static void run(const CrossEntropyGradientJob& job, const at::Tensor& like);  // has elements
+//     static void run(const CrossEntropyStatisticsJob& job, c10::Device device);  // has rows
+//     static void run(const CrossEntropyGradientJob& job, c10::Device device);  // has elements
 //   };
 namespace weft::kernels::detail {
 
-// Throw c10::Error for operands that do not match or are not on `device`.
+// Throw c10::Error for shapes, dtypes or devices other than <weft/kernels/cross_entropy.h>
+// requires; `device` is the type of device that the logits must be on.
 void check_statistics(const CrossEntropyStatisticsArguments& arguments, c10::DeviceType device);
 void check_gradient(const CrossEntropyGradientArguments& arguments,
-                    const at::Tensor& gradient,
+                    const at::Tensor& grad_logits,
                     c10::DeviceType device);
 
+// Returns an uninitialized [tokens, 4] in the compute type of the logits.
 at::Tensor empty_statistics(const at::Tensor& logits);
 
 // Returns the logits with contiguous rows, as a job reads them; a copy if necessary.
 at::Tensor with_contiguous_rows(const at::Tensor& logits);
 
-// Return contiguous tensors: of int64, and of the compute type of the logits.
+// Returns `target` contiguous and as int64; a copy if necessary.
 at::Tensor as_targets(const at::Tensor& target);
-at::Tensor as_scalars(const at::Tensor& values, const at::Tensor& logits);
+// Returns `values` contiguous and in the compute type of the logits; a copy if necessary.
+at::Tensor in_compute_type(const at::Tensor& values, const at::Tensor& logits);
 
 template <typename Device>
 struct CrossEntropyEntry {
@@ -48,18 +51,19 @@ struct CrossEntropyEntry {
                                                       .row_size = logits.size(1)},
                                           .logits = logits.const_data_ptr(),
                                           .statistics = result.mutable_data_ptr()},
-                logits);
+                logits.device());
     return result;
   }
 
-  static void gradient(const CrossEntropyGradientArguments& arguments, const at::Tensor& gradient) {
-    check_gradient(arguments, gradient, Device::kType);
-    if (gradient.numel() == 0) return;
+  static void gradient(const CrossEntropyGradientArguments& arguments,
+                       const at::Tensor& grad_logits) {
+    check_gradient(arguments, grad_logits, Device::kType);
+    if (grad_logits.numel() == 0) return;
     const at::Tensor logits = with_contiguous_rows(arguments.logits);
     const at::Tensor target = as_targets(arguments.target);
-    const at::Tensor grad = as_scalars(arguments.grad_losses, logits);
-    const at::Tensor largest = as_scalars(arguments.normalizers.select(0, 0), logits);
-    const at::Tensor log_sum = as_scalars(arguments.normalizers.select(0, 1), logits);
+    const at::Tensor grad_losses = in_compute_type(arguments.grad_losses, logits);
+    const at::Tensor largest = in_compute_type(arguments.normalizers.select(0, 0), logits);
+    const at::Tensor log_sum = in_compute_type(arguments.normalizers.select(0, 1), logits);
     const auto num_classes = static_cast<double>(arguments.num_classes);
     Device::run(
         CrossEntropyGradientJob{.type = storage_type(logits.scalar_type()),
@@ -73,11 +77,11 @@ struct CrossEntropyEntry {
                                             .ignore_index = arguments.ignore_index,
                                             .row_size = logits.size(1)},
                                 .logits = logits.const_data_ptr(),
-                                .grad = grad.const_data_ptr(),
+                                .grad_losses = grad_losses.const_data_ptr(),
                                 .largest = largest.const_data_ptr(),
                                 .log_sum = log_sum.const_data_ptr(),
-                                .gradient = gradient.mutable_data_ptr()},
-        logits);
+                                .grad_logits = grad_logits.mutable_data_ptr()},
+        logits.device());
   }
 };
 

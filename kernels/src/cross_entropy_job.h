@@ -6,18 +6,18 @@
 
 #include <cstdint>
 
-// Describes the statistics and the gradient of rows of logits by sizes and pointers only, so that
-// the code that runs them needs no tensor headers. Pointers are borrowed. Arrays are contiguous;
-// the rows of the logits may lie apart. `scalar` is the compute type: double for float64, else
-// float.
+// Describes the statistics and the gradient of rows of logits, one row per token, by sizes and
+// pointers only, so that the code that runs the jobs needs no tensor headers. Pointers are
+// borrowed. Arrays are contiguous, except that the rows of the logits may lie apart. A scalar is a
+// number in the compute type: double for float64, else float.
 namespace weft::kernels::detail {
 
 // The target of each row, and its column in this shard of the classes.
 struct CrossEntropyTargets {
-  const int64_t* target = nullptr;
+  const int64_t* target = nullptr;  // one class of the full vocabulary per row
   int64_t vocab_start;
   int64_t ignore_index;
-  int64_t row_size;
+  int64_t row_size;  // the number of classes of this shard
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE bool is_ignored(int64_t row) const {
     return target[row] == ignore_index;
@@ -25,17 +25,17 @@ struct CrossEntropyTargets {
 
   // Returns -1 if the target is ignored or belongs to another shard.
   C10_HOST_DEVICE C10_ALWAYS_INLINE int64_t column(int64_t row) const {
-    const int64_t own = target[row];
-    const bool is_own = own != ignore_index && own >= vocab_start && own - vocab_start < row_size;
-    return is_own ? own - vocab_start : -1;
+    const int64_t id = target[row];
+    const bool is_in_shard = id != ignore_index && id >= vocab_start && id - vocab_start < row_size;
+    return is_in_shard ? id - vocab_start : -1;
   }
 };
 
-// Four scalars per row: the largest logit m, the sum of exp(logit - m), the target's logit, the
-// sum of the logits.
+// The statistics are four scalars per row: the largest logit m, the sum of exp(logit - m), the
+// target's logit, and the sum of the logits.
 struct CrossEntropyStatisticsJob {
   StorageType type;  // of the logits
-  bool wants_sum;
+  bool wants_sum;    // of the logits; else that statistic is 0
   int64_t num_rows;
   int64_t row_size;
   int64_t row_stride;  // of the logits, in elements
@@ -46,11 +46,11 @@ struct CrossEntropyStatisticsJob {
 
 // With p = exp(logit - largest - log_sum):
 //
-//   gradient = grad * (p - smoothing / num_classes - (1 - smoothing) [at the target])
+//   grad_logit = grad_loss * (p - smoothing / num_classes - (1 - smoothing) [at the target])
 //
-// and 0 where the target is ignored.
+// and 0 in rows whose target is ignored. num_classes counts the classes of all shards.
 struct CrossEntropyGradientJob {
-  StorageType type;  // of the logits and the gradient
+  StorageType type;  // of the logits and grad_logits
   int64_t num_rows;
   int64_t row_size;
   int64_t row_stride;          // of the logits, in elements
@@ -58,10 +58,10 @@ struct CrossEntropyGradientJob {
   double smoothing_per_class;  // smoothing / num_classes
   CrossEntropyTargets targets;
   const void* logits = nullptr;
-  const void* grad = nullptr;     // scalars, one per row
-  const void* largest = nullptr;  // scalars, one per row
-  const void* log_sum = nullptr;  // scalars, one per row
-  void* gradient = nullptr;       // may be `logits`
+  const void* grad_losses = nullptr;  // scalars, one per row
+  const void* largest = nullptr;      // scalars, one per row
+  const void* log_sum = nullptr;      // scalars, one per row
+  void* grad_logits = nullptr;        // may be `logits`
 };
 
 }  // namespace weft::kernels::detail

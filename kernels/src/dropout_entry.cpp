@@ -17,6 +17,6 @@ void check_dropout(const at::Tensor& x, c10::DeviceType device) {
               "; convert to float32, float64, bfloat16 or float16.");
 }
 
-at::Tensor empty_dropout(const at::Tensor& x) { return at::empty(x.sizes(), x.options()); }
+at::Tensor empty_like_x(const at::Tensor& x) { return at::empty(x.sizes(), x.options()); }
 
 }  // namespace weft::kernels::detail

@@ -8,17 +8,18 @@
 #include <algorithm>
 
 // Checks a tensor and builds a DropoutJob, for all devices. `Device` supplies kType and
-// run(const DropoutJob& job, const at::Tensor& like), for jobs with elements.
+// run(const DropoutJob& job, c10::Device device), for jobs with elements.
 namespace weft::kernels::detail {
 
-// Throws c10::Error if the dtype of x is not supported or x is not on `device`.
+// Throws c10::Error if the dtype of x is not supported or x is not on a device of type `device`.
 void check_dropout(const at::Tensor& x, c10::DeviceType device);
-at::Tensor empty_dropout(const at::Tensor& x);
+// Returns an uninitialized contiguous tensor of the shape and dtype of x.
+at::Tensor empty_like_x(const at::Tensor& x);
 
 template <typename Device>
 at::Tensor run_dropout(const at::Tensor& x, double p, uint64_t seed, const DropoutPlace& place) {
   check_dropout(x, Device::kType);
-  at::Tensor y = empty_dropout(x);
+  at::Tensor y = empty_like_x(x);
   if (x.numel() == 0) return y;
   if (p >= 1) return y.zero_();
   const ContiguousOperand contiguous_x(&x);
@@ -32,7 +33,7 @@ at::Tensor run_dropout(const at::Tensor& x, double p, uint64_t seed, const Dropo
                .scale = 1 / (1 - p),
                .x = contiguous_x.data(),
                .y = y.mutable_data_ptr()},
-              x);
+              x.device());
   return y;
 }
 

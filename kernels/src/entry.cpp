@@ -20,7 +20,7 @@ StorageType storage_type(at::ScalarType type) {
   }
 }
 
-at::ScalarType scalar_type_of(at::ScalarType storage) {
+at::ScalarType compute_type_of(at::ScalarType storage) {
   return storage == at::kDouble ? at::kDouble : at::kFloat;
 }
 

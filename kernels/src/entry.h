@@ -9,14 +9,14 @@
 // Helpers for building jobs from tensors.
 namespace weft::kernels::detail {
 
-// float32, float64, bfloat16 or float16.
+// Returns whether `type` is float32, float64, bfloat16 or float16.
 bool is_supported(at::ScalarType type);
 
 // REQUIRES: is_supported(type).
 StorageType storage_type(at::ScalarType type);
 
-// The compute type: float64 for float64, else float32.
-at::ScalarType scalar_type_of(at::ScalarType storage);
+// Returns the compute type of a storage type: float64 for float64, else float32.
+at::ScalarType compute_type_of(at::ScalarType storage);
 
 inline const at::Tensor* optional_ptr(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? &*tensor : nullptr;

@@ -5,98 +5,128 @@
 namespace weft::kernels::detail {
 namespace {
 
-void check_like(const char* name, const at::Tensor& tensor, const at::Tensor& x) {
-  TORCH_CHECK(tensor.device() == x.device(),
+// An operand and its name in errors.
+struct NamedOperand {
+  const char* name;
+  const at::Tensor& tensor;
+};
+
+void check_device(const NamedOperand& operand, const NamedOperand& reference) {
+  TORCH_CHECK(operand.tensor.device() == reference.tensor.device(),
               "norm got ",
-              name,
+              operand.name,
               " on ",
-              tensor.device(),
-              " but x on ",
-              x.device(),
+              operand.tensor.device(),
+              " but ",
+              reference.name,
+              " on ",
+              reference.tensor.device(),
               "; move both to one device.");
-  TORCH_CHECK(tensor.scalar_type() == x.scalar_type() && tensor.sizes() == x.sizes(),
+}
+
+void check_like_input(const NamedOperand& operand, const NamedOperand& input) {
+  check_device(operand, input);
+  TORCH_CHECK(operand.tensor.scalar_type() == input.tensor.scalar_type() &&
+                  operand.tensor.sizes() == input.tensor.sizes(),
               "norm got ",
-              name,
+              operand.name,
               " of ",
-              tensor.scalar_type(),
+              operand.tensor.scalar_type(),
               " ",
-              tensor.sizes(),
-              " but x of ",
-              x.scalar_type(),
+              operand.tensor.sizes(),
+              " but ",
+              input.name,
+              " of ",
+              input.tensor.scalar_type(),
               " ",
-              x.sizes(),
+              input.tensor.sizes(),
               "; pass tensors of one shape and dtype.");
 }
 
-void check_params(const char* name, const at::Tensor& params, const at::Tensor& x) {
-  TORCH_CHECK(params.device() == x.device(),
+void check_params(const NamedOperand& params, const NamedOperand& input) {
+  check_device(params, input);
+  const auto type = params.tensor.scalar_type();
+  TORCH_CHECK(
+      type == input.tensor.scalar_type() || type == compute_type_of(input.tensor.scalar_type()),
+      "norm got ",
+      params.name,
+      " of dtype ",
+      type,
+      " with ",
+      input.name,
+      " of dtype ",
+      input.tensor.scalar_type(),
+      "; pass the dtype of ",
+      input.name,
+      ", or float32 if ",
+      input.name,
+      " is bfloat16 or float16.");
+  TORCH_CHECK(params.tensor.dim() == 1 && params.tensor.size(0) == input.tensor.size(-1),
               "norm got ",
-              name,
-              " on ",
-              params.device(),
-              " but x on ",
-              x.device(),
-              "; move both to one device.");
-  const auto type = params.scalar_type();
-  TORCH_CHECK(type == x.scalar_type() || type == scalar_type_of(x.scalar_type()),
-              "norm got ",
-              name,
-              " of dtype ",
-              type,
-              " with x of dtype ",
-              x.scalar_type(),
-              "; pass the dtype of x, or float32 beside half types.");
-  TORCH_CHECK(params.dim() == 1 && params.size(0) == x.size(-1),
-              "norm got ",
-              name,
+              params.name,
               " of shape ",
-              params.sizes(),
-              " for x of shape ",
-              x.sizes(),
-              "; pass one dim, as long as the last dim of x.");
+              params.tensor.sizes(),
+              " for ",
+              input.name,
+              " of shape ",
+              input.tensor.sizes(),
+              "; pass one dim, as long as the last dim of ",
+              input.name,
+              ".");
 }
 
-void check_x(const at::Tensor& x, c10::DeviceType device) {
-  TORCH_CHECK(x.device().type() == device,
-              "norm got x on ",
-              x.device(),
+void check_input(const NamedOperand& input, c10::DeviceType device) {
+  TORCH_CHECK(input.tensor.device().type() == device,
+              "norm got ",
+              input.name,
+              " on ",
+              input.tensor.device(),
               " in the kernel for ",
               device,
               "; call the kernel of the tensor's own device.");
-  TORCH_CHECK(is_supported(x.scalar_type()),
-              "norm got x of dtype ",
-              x.scalar_type(),
+  TORCH_CHECK(is_supported(input.tensor.scalar_type()),
+              "norm got ",
+              input.name,
+              " of dtype ",
+              input.tensor.scalar_type(),
               "; convert to float32, float64, bfloat16 or float16.");
-  TORCH_CHECK(x.dim() > 0, "norm got x without dims; pass at least one dim, the features.");
+  TORCH_CHECK(input.tensor.dim() > 0,
+              "norm got ",
+              input.name,
+              " without dims; pass at least one dim, the features.");
 }
 
-void check_rows(const char* name, const at::Tensor& rows, const at::Tensor& norm_input) {
-  TORCH_CHECK(rows.device() == norm_input.device() &&
-                  rows.scalar_type() == scalar_type_of(norm_input.scalar_type()) &&
-                  rows.sizes() == norm_input.sizes().slice(0, norm_input.dim() - 1),
+void check_row_stats(const NamedOperand& stats, const NamedOperand& input) {
+  const auto type = compute_type_of(input.tensor.scalar_type());
+  const auto sizes = input.tensor.sizes().slice(0, input.tensor.dim() - 1);
+  TORCH_CHECK(stats.tensor.device() == input.tensor.device() &&
+                  stats.tensor.scalar_type() == type && stats.tensor.sizes() == sizes,
               "norm got ",
-              name,
+              stats.name,
               " of ",
-              rows.scalar_type(),
+              stats.tensor.scalar_type(),
               " ",
-              rows.sizes(),
+              stats.tensor.sizes(),
               " on ",
-              rows.device(),
-              " for norm_input of shape ",
-              norm_input.sizes(),
+              stats.tensor.device(),
+              ", which must be ",
+              type,
+              " ",
+              sizes,
               " on ",
-              norm_input.device(),
-              "; pass the forward's result.");
+              input.tensor.device(),
+              "; pass it as the forward returned it.");
 }
 
 }  // namespace
 
 void check_norm(const NormArguments& arguments, c10::DeviceType device) {
-  check_x(arguments.x, device);
-  if (arguments.residual) check_like("residual", *arguments.residual, arguments.x);
-  if (arguments.weight) check_params("weight", *arguments.weight, arguments.x);
+  const NamedOperand x = {"x", arguments.x};
+  check_input(x, device);
+  if (arguments.residual) check_like_input({"residual", *arguments.residual}, x);
+  if (arguments.weight) check_params({"weight", *arguments.weight}, x);
   if (arguments.bias) {
-    check_params("bias", *arguments.bias, arguments.x);
+    check_params({"bias", *arguments.bias}, x);
     TORCH_CHECK(
         arguments.weight && arguments.weight->scalar_type() == arguments.bias->scalar_type(),
         "norm got a bias without a weight of its dtype; pass both, of one dtype.");
@@ -107,19 +137,20 @@ void check_norm_backward(const at::Tensor& grad_y,
                          const std::optional<at::Tensor>& grad_sum,
                          const NormSaved& saved,
                          c10::DeviceType device) {
-  check_x(saved.norm_input, device);
-  check_like("grad_y", grad_y, saved.norm_input);
-  if (grad_sum) check_like("grad_sum", *grad_sum, saved.norm_input);
-  if (saved.weight) check_params("weight", *saved.weight, saved.norm_input);
-  if (saved.mean) check_rows("mean", *saved.mean, saved.norm_input);
-  check_rows("rstd", saved.rstd, saved.norm_input);
+  const NamedOperand norm_input = {"norm_input", saved.norm_input};
+  check_input(norm_input, device);
+  check_like_input({"grad_y", grad_y}, norm_input);
+  if (grad_sum) check_like_input({"grad_sum", *grad_sum}, norm_input);
+  if (saved.weight) check_params({"weight", *saved.weight}, norm_input);
+  if (saved.mean) check_row_stats({"mean", *saved.mean}, norm_input);
+  check_row_stats({"rstd", saved.rstd}, norm_input);
 }
 
-at::Tensor empty_norm_values(const at::Tensor& x) { return at::empty(x.sizes(), x.options()); }
+at::Tensor empty_like_input(const at::Tensor& x) { return at::empty(x.sizes(), x.options()); }
 
-at::Tensor empty_norm_rows(const at::Tensor& x) {
+at::Tensor empty_row_stats(const at::Tensor& x) {
   return at::empty(x.sizes().slice(0, x.dim() - 1),
-                   x.options().dtype(scalar_type_of(x.scalar_type())));
+                   x.options().dtype(compute_type_of(x.scalar_type())));
 }
 
 }  // namespace weft::kernels::detail

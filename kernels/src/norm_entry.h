@@ -11,25 +11,29 @@
 //
 //   struct Device {
 //     static constexpr c10::DeviceType kType;
-//     // Returns a weight or bias of another type than `scalar`: as it is, or converted.
-//     static at::Tensor params(const at::Tensor& params, at::ScalarType scalar);
-//     static void run(const NormForwardJob& job, const at::Tensor& like);  // has elements
-//     // Returns the parameters' gradients, summed over rows: [num_params, d] scalars; undefined
-//     // if num_params is 0.
-//     static at::Tensor run(const NormBackwardJob& job, int num_params, const at::Tensor& like);
+//     // Returns a weight or bias whose dtype is not `compute_type`, unchanged or converted to it.
+//     static at::Tensor params(const at::Tensor& params, at::ScalarType compute_type);
+//     static void run(const NormForwardJob& job, c10::Device device);  // has elements
+//     // Returns the parameters' gradients, summed over rows: [num_params, d] with the dtype
+//     // (the compute type) and the device of `options`; undefined if num_params is 0.
+//     static at::Tensor run(const NormBackwardJob& job, int num_params,
+//                           const at::TensorOptions& options);
 //   };
 namespace weft::kernels::detail {
 
-// Throw c10::Error for operands that do not match or are not on `device`.
+// Throw c10::Error for shapes, dtypes or devices other than <weft/kernels/norm.h> requires;
+// `device` is the type of device that the norm's input must be on.
 void check_norm(const NormArguments& arguments, c10::DeviceType device);
 void check_norm_backward(const at::Tensor& grad_y,
                          const std::optional<at::Tensor>& grad_sum,
                          const NormSaved& saved,
                          c10::DeviceType device);
 
-// Return a contiguous tensor: one scalar per row of x; the shape and dtype of x.
-at::Tensor empty_norm_rows(const at::Tensor& x);
-at::Tensor empty_norm_values(const at::Tensor& x);
+// Returns an uninitialized statistic of the rows of x: x's shape without the last dim, in the
+// compute type.
+at::Tensor empty_row_stats(const at::Tensor& x);
+// Returns an uninitialized contiguous tensor of the shape and dtype of x.
+at::Tensor empty_like_input(const at::Tensor& x);
 
 template <typename Device>
 struct NormEntry {
@@ -37,11 +41,11 @@ struct NormEntry {
     check_norm(arguments, Device::kType);
     const at::Tensor& x = arguments.x;
     const bool centered = norm == Norm::kLayer;
-    NormResult result{.y = empty_norm_values(x),
-                      .sum = arguments.residual ? empty_norm_values(x) : at::Tensor(),
-                      .mean = centered ? empty_norm_rows(x) : at::Tensor(),
-                      .rstd = empty_norm_rows(x)};
-    if (x.numel() == 0) return zero_rows(std::move(result));
+    NormResult result{.y = empty_like_input(x),
+                      .sum = arguments.residual ? empty_like_input(x) : at::Tensor(),
+                      .mean = centered ? empty_row_stats(x) : at::Tensor(),
+                      .rstd = empty_row_stats(x)};
+    if (x.numel() == 0) return zero_row_stats(std::move(result));
 
     const Params weight(arguments.weight, x.scalar_type());
     const Params bias(arguments.bias, x.scalar_type());
@@ -61,7 +65,7 @@ struct NormEntry {
                                .y = writable(result.y),
                                .mean = writable(result.mean),
                                .rstd = writable(result.rstd)},
-                x);
+                x.device());
     return result;
   }
 
@@ -73,7 +77,7 @@ struct NormEntry {
     const at::Tensor& v = saved.norm_input;  // the name in norm_job.h
     const int num_params = !wanted.params ? 0 : wanted.bias ? 2 : 1;
     const auto params_type = saved.weight ? saved.weight->scalar_type() : v.scalar_type();
-    NormGradients gradients{.input = wanted.input ? empty_norm_values(v) : at::Tensor(),
+    NormGradients gradients{.input = wanted.input ? empty_like_input(v) : at::Tensor(),
                             .params = {}};
     if (v.numel() == 0) {
       if (num_params > 0) {
@@ -102,7 +106,7 @@ struct NormEntry {
                                     .rstd = rstd.data(),
                                     .grad_v = writable(gradients.input)},
                     num_params,
-                    v);
+                    v.options().dtype(compute_type_of(v.scalar_type())));
     if (num_params > 0) gradients.params = sums.to(params_type);
     return gradients;
   }
@@ -113,9 +117,10 @@ struct NormEntry {
    public:
     Params(const std::optional<at::Tensor>& params, at::ScalarType storage) {
       if (!params.has_value()) return;
-      const auto scalar = scalar_type_of(storage);
-      params_ = params->scalar_type() == scalar ? *params : Device::params(*params, scalar);
-      in_compute_type_ = params_.scalar_type() == scalar;
+      const auto compute_type = compute_type_of(storage);
+      params_ =
+          params->scalar_type() == compute_type ? *params : Device::params(*params, compute_type);
+      in_compute_type_ = params_.scalar_type() == compute_type;
       params_ = params_.contiguous();
     }
 
@@ -131,8 +136,9 @@ struct NormEntry {
     return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
   }
 
-  // Rows without features have no mean: these values are never read, but must be deterministic.
-  static NormResult zero_rows(NormResult result) {
+  // Rows without features have no mean: the kernels never read these values, but results must be
+  // deterministic.
+  static NormResult zero_row_stats(NormResult result) {
     result.rstd.zero_();
     if (result.mean.defined()) result.mean.zero_();
     return result;

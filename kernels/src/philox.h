@@ -5,7 +5,7 @@
 #include <cstdint>
 
 // Philox4x32-10, a random function of a counter and a key: Salmon, Moraes, Dror and Shaw, "Parallel
-// random numbers: as easy as 1, 2, 3" (2011). The same numbers on every device.
+// random numbers: as easy as 1, 2, 3" (2011). The numbers are the same on every device.
 namespace weft::kernels::detail {
 
 struct PhiloxBits {

@@ -1,6 +1,7 @@
 #pragma once
 
-// Element types in memory; the compute type may be wider. For code that includes no tensor header.
+// The element types of arrays in memory; the compute type (float, or double for kFloat64) may be
+// wider. For code that includes no tensor header.
 namespace weft::kernels::detail {
 
 enum class StorageType { kFloat32, kFloat64, kBFloat16, kFloat16 };

@@ -1,4 +1,4 @@
-"""Compares the batches of a tensor-parallel group: with different data, its partial sums would mix batches."""
+"""Compares batches between the ranks of a tensor-parallel group, or of a pipeline, which compute one batch together."""
 
 from __future__ import annotations
 
@@ -52,9 +52,11 @@ def _tensors(value: Any, seen: set[int]) -> Iterable[Tensor]:
 
 
 class BatchCheck:
-    """Compares a stage's first `num_first` batches inside a group, and every `every`-th one (0: no others).
+    """Compares the first `num_first` batches of a loop between the ranks of a group, and every `every`-th one.
 
-    Unless both are 0, the first batch after each `begin_epoch` is compared as well.
+    A loop is "training", "validation", "test" or "prediction"; under Fabric "training" or "evaluation". With
+    `every` 0 there are no others; unless `num_first` is 0, too, the first batch after each `begin_epoch` is compared as
+    well.
     """
 
     def __init__(self, num_first: int, every: int) -> None:
@@ -79,19 +81,21 @@ class BatchCheck:
 
     def check(
         self,
-        stage: str,
+        loop: str,
         batch: Any,
         group: dist.ProcessGroup,
         device: torch.device,
         group_kind: str = "tensor-parallel group",
     ) -> None:
-        """Count one batch of `stage`, and compare it if it is due; `group_kind`: the group's name in the error.
+        """Count one batch of `loop`, and compare it if it is due, which is collective over `group`.
+
+        `group_kind`: the kind of group in the error.
 
         Raises:
             ValueError: on every rank of the group, if the ranks hold different batches.
         """
-        batch_idx = self._num_seen.get(stage, 0)
-        self._num_seen[stage] = batch_idx + 1
+        batch_idx = self._num_seen.get(loop, 0)
+        self._num_seen[loop] = batch_idx + 1
         is_due = batch_idx < self._num_first or (self._every > 0 and batch_idx % self._every == 0) or self._epoch_begins
         self._epoch_begins = False
         if not is_due or group.size() == 1:
@@ -108,7 +112,7 @@ class BatchCheck:
             by_digest.setdefault(digest, []).append(rank)
         parties = " and ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in by_digest.values())
         raise ValueError(
-            f"{stage} batch {batch_idx} differs between {parties}, which share one {group_kind} and must "
+            f"{loop} batch {batch_idx} differs between {parties}, which share one {group_kind} and must "
             "get the same data: call seed_everything before making random data, shard data sets by the data-parallel "
             "rank instead of the global one, and draw from the default generators only, on every rank alike."
         )

@@ -5,7 +5,7 @@ The directory is written by torch.distributed.checkpoint with the keys "model" a
 names the model "state_dict", which that tool does not accept.) An optimizer without state goes into meta.pt, because
 the directory's format drops empty dictionaries.
 
-All functions that save or load are collective over the world, except `write_file`.
+All ranks must call the functions that save or load, except `write_file`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from weft._plugin.optimizer_state import FullModel, load_sharded_state, load_state, rekey_by_name
 
 METADATA_FILENAME = "meta.pt"
-# The second is the key of the stock strategy.
+# The keys of the model in directories; "state_dict" is that of the stock strategy.
 MODEL_KEYS = ("model", "state_dict")
 
 
@@ -72,7 +72,7 @@ def write_directory(
 ) -> None:
     """Write state dicts of DTensors, and the rest from the first rank, as the directory `path`.
 
-    It is written under another name and renamed when complete; a previous checkpoint is kept until then.
+    The directory is written under another name and renamed when complete; a previous checkpoint is kept until then.
     """
     check_checkpoint_path(path)
     partial = path.with_name(f".{path.name}.partial")
@@ -95,7 +95,7 @@ def write_directory(
         else:
             path.unlink(missing_ok=True)
         partial.rename(path)
-    barrier()  # without it a rank could look for the checkpoint before it exists
+    barrier()  # after which every rank finds the checkpoint
 
 
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
@@ -143,7 +143,10 @@ def load_directory(
 
 
 def _names_of_all(local_names: Iterable[str], full_model: FullModel | None) -> set[str]:
-    """Return the names in the state of all stages; collective over the stages. None: `local_names` are all names."""
+    """Return the names in the state of all stages; collective over the stages.
+
+    `full_model`: None: the model is not in stages, and `local_names` are all names.
+    """
     if full_model is None:
         return set(local_names)
     gathered: list[Any] = [None] * full_model.pipeline_group.size()

@@ -14,7 +14,7 @@ from weft._plugin.checkpoint import METADATA_FILENAME, MODEL_KEYS, is_directory,
 
 DIRECTORY_NOTE = (
     "weft writes checkpoints as directories of shards, which trainer.fit(ckpt_path=...) reads; for "
-    "LightningModule.load_from_checkpoint, convert it to a file with "
+    "LightningModule.load_from_checkpoint, convert the directory to a file with "
     "weft.lightning.consolidate_checkpoint(directory), or pass save_distributed_checkpoint=False."
 )
 

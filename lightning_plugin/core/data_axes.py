@@ -21,7 +21,7 @@ DATA_AXIS = "data_parallel"
 class DataAxes:
     """The data axes of one mesh, and the modules that are sharded, or whose gradients are averaged, over them.
 
-    mesh: with the axis data_parallel, and data_replicate outside of it if there are replicas.
+    mesh: with the axis data_parallel and, if it is replicated, the axis data_replicate before it.
     group: the ranks that differ from this one only along those axes; they see other data.
     zero_stage: 0 to 3; what is sharded over data_parallel.
     """
@@ -99,7 +99,10 @@ class DataAxes:
         self._reducers[module] = GradientReducer(module, self.group)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Make an optimizer step on averaged gradients only and, at zero_stage 1, step this rank's flat shards only."""
+        """Make an optimizer step on averaged gradients only and, at zero_stage 1, step this rank's flat shards only.
+
+        With FSDP2, parameters that are still gathered after a step are freed, because they have the old values.
+        """
         if not self.shards_parameters and self.size > 1:
             optimizer.register_step_pre_hook(lambda *_: self._average_pending())
         if self._sharded:

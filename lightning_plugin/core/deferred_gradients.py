@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class DeferredGradients:
-    """The gradients of one step: compute them inside `computing`, then give the Trainer the loss of `attach_to_loss`.
+    """Holds the gradients of one step: compute them inside `computing`, then give the Trainer `attach_to_loss(loss)`.
 
     parameters: all parameters that get gradients.
     is_first: whether gradients are zeroed before the backward; else the backward adds to those of earlier batches.
@@ -23,8 +23,8 @@ class DeferredGradients:
     scale: the factor that the gradients already contain, and by which the Trainer will multiply the loss; None: the
         factor is unknown before the backward, which then multiplies the gradients by it.
 
-    Gradients of a later accumulated batch are added to the earlier ones at once if the scale is known. In this case,
-    and if earlier gradients are freed, one set of gradients is alive; otherwise two are.
+    If the scale is known, the step of a later accumulated batch adds its gradients to the earlier ones directly. In
+    this case, and if earlier gradients are freed, one set of gradients is alive during the step; otherwise two are.
     """
 
     def __init__(

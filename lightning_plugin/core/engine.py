@@ -4,10 +4,11 @@ The strategies for the Trainer and for Fabric override Lightning's methods and c
 A part uses the engine's public members, and Lightning's members of the strategy; it does not know the overrides.
 
 NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size`, `_tensor_parallel_size`,
-`_save_distributed_checkpoint`, `_process_group_backend` and `_get_process_group_backend` are protected members of
-Lightning's ModelParallelStrategy, whose subclasses weft's strategies are; Lightning has no public equivalents.
-`use_distributed_sampler` is the Trainer's argument of that name, which only its `_accelerator_connector` keeps. No
-private function or module of Lightning is used.
+`_save_distributed_checkpoint`, `_process_group_backend`, `_get_process_group_backend` and, under Fabric,
+`_parallelize_fn` and `_backward_sync_control` are protected members of Lightning's ModelParallelStrategy, of which
+weft's strategies are subclasses. Also used are `LightningModule._device_mesh`, `_after_closure` of precision plugins,
+and the Trainer's `_accelerator_connector`, which alone keeps the argument `use_distributed_sampler`. Lightning has no
+public equivalents of these.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class Engine:
     Args:
         strategy: after the `__init__` of Lightning's ModelParallelStrategy.
         options: the user's.
-        owner: the usual name, for messages, of the object that has the strategy.
-        building_context: the place, for messages, where users build models with deferred parameters.
+        owner: the usual variable name of the Trainer or Fabric object, for messages.
+        building_context: the hook or context manager in which users build models with deferred parameters, for
+            messages.
 
     Attributes:
         name: the name of the strategy's class, for errors.
@@ -103,7 +105,7 @@ class Engine:
 
     @property
     def tensor_parallel_group(self) -> dist.ProcessGroup:
-        """Return the group of the ranks that hold the shards of one replica, including this rank."""
+        """Return this rank's group along the axis tensor_parallel, whose ranks see the same data."""
         group: dist.ProcessGroup = self.mesh.get_group(TENSOR_AXIS)
         return group
 
@@ -117,7 +119,7 @@ class Engine:
         """Return the axes data_replicate and data_parallel of the mesh; raises RuntimeError before `begin_run`."""
         if self._data_axes is None:
             raise RuntimeError(
-                f"{self.name} knows its data axes when its processes have met; ask later, in setup or fit."
+                f"{self.name} has no data axes before its process group exists; ask for them in setup or fit."
             )
         return self._data_axes
 
@@ -127,7 +129,7 @@ class Engine:
         return self.stages.pipeline
 
     def sizes_of_mesh(self) -> MeshSizes | None:
-        """Return the sizes of the axes for the strategy's devices; None: as ModelParallelStrategy takes its own.
+        """Return the sizes of the axes for the strategy's devices; None: the stock strategy resolves its own sizes.
 
         Raises:
             RuntimeError: the sizes do not fit the number of devices.
@@ -159,7 +161,7 @@ class Engine:
         self.first_gradients.restart()
 
     def end_run(self) -> None:
-        """Remove what watches and steps parameters; the model, its mesh and its groups stay usable."""
+        """Remove the hooks that tag memory, step and average; the model, its mesh and its groups stay usable."""
         self.memory_watch.end()
         self.in_backward.stop()
         if self._data_axes is not None:
@@ -189,7 +191,7 @@ class Engine:
             return
         from weft.strategy import deferred_init
 
-        # An earlier hook may have drawn on some ranks only, and deferred parameters are not synchronized later.
+        # An earlier hook may have drawn random numbers on some ranks only; deferred parameters are not broadcast later.
         with contextlib.ExitStack() as stack:
             if self._data_axes is not None:  # the process group exists; before `fit` there is none
                 groups = (self.data_group, self.tensor_parallel_group)
@@ -197,14 +199,14 @@ class Engine:
             stack.enter_context(deferred_init())
             yield
 
-    def check_batch(self, stage: str, batch: Any) -> None:
+    def check_batch(self, loop: str, batch: Any) -> None:
         """Raise ValueError if the ranks of a tensor-parallel group have different batches; see `BatchCheck.check`."""
-        self.batch_check.check(stage, batch, self.tensor_parallel_group, self.device)
+        self.batch_check.check(loop, batch, self.tensor_parallel_group, self.device)
 
     # ---- optimizers ----------------------------------------------------------------------------------------
 
     def add_optimizer(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
-        """Prepare an optimizer: the parameters of the sharded model, fused kernels, averaged gradients."""
+        """Make an optimizer step the sharded parameters, with fused kernels, on averaged gradients."""
         self.replacements.update_optimizer(optimizer)
         self._fuse_optimizer(optimizer, module)
         self.data_axes.add_optimizer(optimizer)
@@ -222,17 +224,17 @@ class Engine:
             self.console.log(f"weft leaves {name} as it is: {why_not}.")
         elif not was_fused:
             self.console.log(
-                f"weft has {name} use its fused kernels, without temporaries; fused_optimizers=False keeps it."
+                f"weft has {name} use its fused kernels, without temporaries; fused_optimizers=False prevents it."
             )
 
     @contextmanager
     def optimizer_step(self, optimizer: Any) -> Iterator[None]:
-        """Inside, an optimizer that combines elements of a parameter computes with those of all ranks."""
+        """Inside, an optimizer that is not known to step each element alone computes as with unsharded parameters."""
         from weft.strategy import local_parameters
         from weft.strategy.data_parallel import steps_elements_alone
 
-        is_simple = self.plan is None or steps_elements_alone(getattr(optimizer, "optimizer", optimizer))
-        with contextlib.nullcontext() if is_simple else local_parameters():
+        needs_no_context = self.plan is None or steps_elements_alone(getattr(optimizer, "optimizer", optimizer))
+        with contextlib.nullcontext() if needs_no_context else local_parameters():
             yield
 
     def average_gradients_of(self, module: torch.nn.Module) -> None:

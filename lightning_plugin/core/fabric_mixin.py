@@ -92,11 +92,11 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         return None if self.data_axes.size == 1 else super().distributed_sampler_kwargs
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """See StrategyMixin; collective. Loops run in lockstep unless the loader's lengths are known and equal."""
+        """See StrategyMixin; collective. Loops compare ranks at each batch unless lengths are known and equal."""
         return self._loaders.compared(super().process_dataloader(without_lockstep(dataloader)), self._modules)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As the stock one, over the data axes by default: replicas count once, and one alone does not communicate."""
+        """As the stock one, by default over the data axes: each replica counts once; one replica returns `tensor`."""
         if group is None and self.data_group.size() == 1:
             return tensor
         return super().all_reduce(tensor, group or self.data_group, reduce_op)
@@ -134,7 +134,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
             )
 
     def setup_module(self, module: Module) -> Module:
-        """Run `parallelize_fn`, then apply the plan; replicas start from the values of their first rank."""
+        """Run `parallelize_fn`, then apply the plan; all replicas start from the values of the first one."""
         engine = self._engine
         before = parameters_of(module)
         module = super().setup_module(module)
@@ -166,8 +166,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         return optimizer
 
     def _check_batch(self, module: Module, args: tuple[Any, ...]) -> None:
-        stage = "training" if module.training else "evaluation"
-        self._engine.check_batch(stage, args)
+        self._engine.check_batch("training" if module.training else "evaluation", args)
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward and average gradients; after the first, check that those of replicated parameters agree."""
@@ -232,8 +231,8 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         sharded = self._save_distributed_checkpoint
         if engine.pipeline is not None and not sharded:
             raise ValueError(
-                f"{type(self).__name__} got save_distributed_checkpoint=False with a model in stages, of which no rank "
-                "has all; leave it out, and consolidate the directory afterwards."
+                f"{type(self).__name__} got save_distributed_checkpoint=False with a model in stages, where no rank "
+                "has the full model; leave it out, and consolidate the directory afterwards."
             )
         options = StateDictOptions(full_state_dict=not sharded, cpu_offload=True)
         weights = get_model_state_dict(model, options=options)

@@ -1,4 +1,4 @@
-"""Builds and registers one strategy class for each installed Lightning namespace; builds callback classes, too.
+"""Builds and registers one strategy class for each installed `Flavour`; builds callback classes, too.
 
 A namespace is an import name of the same code: `lightning` has `lightning.pytorch` and `lightning.fabric`;
 `pytorch-lightning` installs `pytorch_lightning` and `lightning_fabric`. Their classes are distinct: a Trainer of one
@@ -41,16 +41,16 @@ _DESCRIPTIONS = {
 class Flavour:
     """The namespace of a strategy class: its base class, registry and mixin, and the module users import it from."""
 
-    distribution: str  # the top-level package; the flavour is installed if this can be imported
+    package: str  # the top-level package; the flavour is installed if this can be imported
     strategies: str  # the module with ModelParallelStrategy and the registry
-    registry: str
-    fabric: str
+    registry: str  # the registry's name in `strategies`
+    fabric: str  # the namespace's Fabric package
     mixin: type[TrainerMixin] | type[FabricMixin]
     public_module: str
 
     @property
     def is_installed(self) -> bool:
-        return importlib.util.find_spec(self.distribution) is not None
+        return importlib.util.find_spec(self.package) is not None
 
 
 LIGHTNING_TRAINER = Flavour(
@@ -90,7 +90,7 @@ def strategy_class(flavour: Flavour) -> type:
     Raises:
         ImportError: the namespace is not installed.
     """
-    _need(flavour)
+    _check_installed(flavour)
     stock = importlib.import_module(flavour.strategies).ModelParallelStrategy
     mixin = flavour.mixin
     namespace: dict[str, Any] = {
@@ -109,7 +109,7 @@ def callback_class(flavour: Flavour, name: str) -> type:
     Raises:
         ImportError: the namespace is not installed.
     """
-    _need(flavour)
+    _check_installed(flavour)
     stock = importlib.import_module(flavour.strategies.removesuffix("strategies") + "callbacks").Callback
     mixin = CALLBACKS[name]
     namespace = {
@@ -120,11 +120,11 @@ def callback_class(flavour: Flavour, name: str) -> type:
     return type(name, (mixin, stock), namespace)
 
 
-def _need(flavour: Flavour) -> None:
+def _check_installed(flavour: Flavour) -> None:
     if not flavour.is_installed:
         raise ImportError(
-            f"{flavour.public_module} needs the package {flavour.distribution.replace('_', '-')}, which is not "
-            f"installed: run `pip install {flavour.distribution.replace('_', '-')}`."
+            f"{flavour.public_module} needs the package {flavour.package.replace('_', '-')}, which is not "
+            f"installed: run `pip install {flavour.package.replace('_', '-')}`."
         )
 
 

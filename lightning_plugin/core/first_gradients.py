@@ -31,7 +31,7 @@ class FirstGradients:
             self._fingerprints[parameter] = gradient_fingerprint(parameter)
 
     def check(self, modules: list[nn.Module]) -> None:
-        """After a run's first backward, raise unless replicated parameters have equal gradients on all ranks."""
+        """After a run's first backward, raise ValueError if gradients of replicated parameters differ between ranks."""
         if self._engine.plan is None or self._is_checked:
             return
         if self._engine.tensor_parallel_group.size() == 1:

@@ -10,7 +10,7 @@ _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
 def check_optimizer_in_backward(trainer: Any) -> None:
-    """Raise ValueError for settings that need complete gradients, or weights that are not yet updated."""
+    """Raise ValueError for settings that need all gradients, or the old weights, after the backward."""
     if (reason := _reason(trainer)) is not None:
         raise ValueError(
             f"optimizer_in_backward: {reason}, and gradients are used up as soon as they are complete; "

@@ -25,7 +25,7 @@ class InBackwardSteps:
 
     @property
     def num_stepped(self) -> int:
-        """Return the number of parameters that a backward has stepped so far; 0 between steps."""
+        """Return the number of parameters that the current step's backward has updated so far; 0 between steps."""
         return 0 if self._stepper is None else self._stepper.num_stepped
 
     def start(self, module: nn.Module, optimizer: Optimizer, clip_value: float | None = None) -> None:

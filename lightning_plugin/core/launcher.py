@@ -49,10 +49,9 @@ def _remove_variables() -> None:
 
 
 def guarded(launcher: Any, check_before_launch: Callable[[], None]) -> Any:
-    """Return the same launcher with GuardedLauncherMixin in front of its class.
+    """Return a new launcher like `launcher`, of its class with GuardedLauncherMixin in front; a guarded one itself.
 
-    The class of the launcher is not a public name of Lightning, so it is taken from the instance that the stock
-    strategy made.
+    The class is not a public name of Lightning, so it is taken from the instance that the stock strategy made.
     """
     if isinstance(launcher, GuardedLauncherMixin):
         return launcher

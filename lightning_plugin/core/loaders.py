@@ -3,8 +3,9 @@
 The ranks of a tensor-parallel group and the stages of a pipeline have equal data ranks and get the same batches. Ranks
 with different data ranks get different batches, and need the same number only if they exchange tensors in every batch.
 
-Lengths are compared once, when a loader is set up. Loaders whose lengths are unknown or unreliable then are compared
-before each batch (`LockstepLoader`).
+Lengths are compared when a loader is set up; if those of training loaders differ, the resulting numbers of batches are
+compared at the next training step. Loops over loaders whose lengths are unknown or unreliable compare before each
+batch whether all ranks have another one (`LockstepLoader`).
 """
 
 from __future__ import annotations
@@ -75,9 +76,10 @@ class FabricLoaders(Loaders):
     """The loaders of `fabric.setup_dataloaders`; the user's code loops over them."""
 
     def compared(self, dataloader: Any, modules: Sequence[Module]) -> Any:
-        """Return a loader whose loops run in lockstep unless its lengths are known and equal; collective.
+        """Return a loader whose loops compare ranks before each batch unless lengths are known and equal; collective.
 
-        modules: those set up so far and later, for whose parameters ranks may have to wait.
+        modules: the strategy's list, to which modules set up later are appended. Data-parallel ranks must run equally
+            many batches if FSDP2 shards one of them.
         """
         if not self.are_compared:
             return dataloader
@@ -117,50 +119,52 @@ class TrainerLoaders(Loaders):
             trainer._accelerator_connector.use_distributed_sampler = False
 
     def compared(self, dataloader: Any) -> Any:
-        """Return the loader, or one that runs in lockstep; collective.
+        """Return the loader, or a LockstepLoader if a rank's length is unknown or unreliable; collective.
 
         Raises:
-            ValueError: on all ranks, if lengths differ.
+            ValueError: on all ranks, if ranks that must run equally many batches have different numbers of them. For
+                training: if some ranks' loaders have no length or no batches, and others' do; see
+                `begin_training_step` for other differences.
         """
         trainer = self._strategy.lightning_module.trainer
         if trainer.training:
             self._log_order(dataloader)
         if not self.are_compared:
             return dataloader
-        stage, limit_name = _stage_of(trainer)
+        loop, limit_name = _loop_of(trainer)
         length = loader_length(dataloader)
         limited = _limited(length, getattr(trainer, limit_name))
         states = self.gather_states(length, limited, int(has_reliable_length(dataloader)), from_all_ranks=True)
-        exchanged = self._exchanged_by_data_ranks(stage)
-        loader_name, advice = f"the {stage} loader", _advice(limit_name)
+        exchanged = self._exchanged_by_data_ranks(loop)
+        loader_name, advice = f"the {loop} loader", _advice(limit_name)
 
         def key(numbers: tuple[int, ...]) -> Any:
             # The number of training batches depends on all training loaders and on max_steps.
-            return numbers[1] if stage != "training" else (numbers[0] == UNKNOWN, numbers[0] == 0)
+            return numbers[1] if loop != "training" else (numbers[0] == UNKNOWN, numbers[0] == 0)
 
         check_equal_states(states, exchanged, describe_length, loader_name, advice, key)
-        if stage == "training":
+        if loop == "training":
             self._training_lengths_differ |= len({s.numbers[0] for s in states}) > 1
         if all(s.numbers[2] for s in states):
             return dataloader
-        return in_lockstep(dataloader, lambda: partial(self._check_next_batch, stage, loader_name, advice))
+        return in_lockstep(dataloader, lambda: partial(self._check_next_batch, loop, loader_name, advice))
 
-    def _exchanged_by_data_ranks(self, stage: str) -> str | None:
-        """Return the tensors that data-parallel ranks exchange in every batch of a stage; None: they exchange none."""
-        if stage == "training":
+    def _exchanged_by_data_ranks(self, loop: str) -> str | None:
+        """Return the tensors that data-parallel ranks exchange in every batch of a loop; None: they exchange none."""
+        if loop == "training":
             return "gradients"
         is_sharded = any(isinstance(module, FSDPModule) for module in self._strategy.model.modules())
         return "parameters" if is_sharded else None
 
-    def _check_next_batch(self, stage: str, loader_name: str, advice: str, has_batch: bool) -> None:
-        exchanged = self._exchanged_by_data_ranks(stage)
+    def _check_next_batch(self, loop: str, loader_name: str, advice: str, has_batch: bool) -> None:
+        exchanged = self._exchanged_by_data_ranks(loop)
         trainer = self._strategy.lightning_module.trainer
-        if stage == "training" and not isinstance(trainer.train_dataloader, LockstepLoader):
+        if loop == "training" and not isinstance(trainer.train_dataloader, LockstepLoader):
             exchanged = None  # one of several loaders, which may restart while another continues
         self.check_next(loader_name, advice, exchanged, has_batch)
 
     def begin_training_step(self) -> None:
-        """Start the comparisons of an epoch's first step; later steps do not communicate."""
+        """At an epoch's first step, start the comparison of batches; compare training lengths that may differ."""
         if self._strategy.lightning_module.trainer.fit_loop.batch_idx == 0:
             self.begin_epoch()
         if self._training_lengths_differ:
@@ -199,7 +203,7 @@ class TrainerLoaders(Loaders):
             )
 
 
-def _stage_of(trainer: Any) -> tuple[str, str]:
+def _loop_of(trainer: Any) -> tuple[str, str]:
     """Return the name of the current loop, and the Trainer's argument that limits its batches."""
     if trainer.training:
         return "training", "limit_train_batches"

@@ -14,13 +14,15 @@ from weft._plugin.strategy_mixin import StrategyMixin
 
 
 class MemoryMixin:
-    """Logs the peak memory of each rank by category, as `weft.memory` counts it.
+    """Logs the peak memory, in bytes, as the maximum over the ranks.
 
-    Values are bytes, since the count began or since `weft.memory.reset_peak()`. It logs the maxima over the ranks:
-    "memory/total" and one for each category, such as "memory/gradients"; on CUDA devices "memory/allocated" and
-    "memory/reserved", of torch's caching allocator. Each log takes one collective. The run starts the count if it is
-    off. Parameters and buffers that the count has not seen, such as those of a model built in `__init__`, are added to
-    "parameters" by their sizes; other earlier tensors are counted only with WEFT_MEMORY=1.
+    On CPUs: "memory/total", and one value for each category of `weft.memory`, such as "memory/gradients". On CUDA
+    devices: "memory/total", and "memory/allocated" and "memory/reserved" of torch's caching allocator. A peak covers
+    the time since the count began, or since `weft.memory.reset_peak()`. Each log takes one collective.
+
+    On CPUs, the run starts the count of `weft.memory` if it is off. Parameters and buffers that the count has not seen,
+    such as those of a model built in `__init__`, are added to "parameters" by their sizes; other earlier tensors are
+    counted only with WEFT_MEMORY=1.
 
     Args:
         every_n_steps: the steps between two logs, beside the one at the end of training; None: at the end of each
@@ -38,10 +40,12 @@ class MemoryMixin:
         self._step = self._reported_step = -1
 
     def table(self) -> list[dict[str, int]]:
-        """Return a row for each rank: "rank", "total" and the categories, as last reported; equal on all ranks.
+        """Return a row for each rank: "rank" and the logged values of this rank in bytes, without the prefix "memory/".
+
+        The rows are those of the last log, and the same on all ranks.
 
         Raises:
-            RuntimeError: nothing was reported yet.
+            RuntimeError: nothing was logged yet.
         """
         if not self._table:
             raise RuntimeError("MemoryMonitor has no figures yet; ask for its table() after an epoch or a run.")

@@ -16,7 +16,7 @@ TENSOR_AXIS = "tensor_parallel"
 PIPELINE_AXIS = "pipeline_parallel"
 
 # (default group, device type, sizes) -> mesh, and the group of this rank's data axes. The next run reuses the mesh,
-# because DTensors of this one are on it, and because each new mesh creates process groups that are never destroyed.
+# because DTensors of this one are on it, and because each new mesh creates process groups that exist until exit.
 _meshes: dict[tuple[Any, ...], tuple[DeviceMesh, dist.ProcessGroup]] = {}
 
 
@@ -24,9 +24,9 @@ def cached_mesh(stock: DeviceMesh, sizes: MeshSizes | None, has_stages: bool) ->
     """Return the mesh with these sizes, and the group of its data axes; collective.
 
     Args:
-        stock: the stock strategy's mesh, with the axes data_parallel, which includes all other axes, and
-            tensor_parallel.
-        sizes: None: the sizes of `stock`.
+        stock: the stock strategy's mesh, with the axes data_parallel, whose ranks are those of all axes but
+            tensor_parallel, and tensor_parallel.
+        sizes: the sizes of all axes; None: those of `stock`.
         has_stages: whether there is a pipeline axis, even with one rank.
     """
     data, tensor = stock.shape

@@ -1,4 +1,4 @@
-"""Makes torchmetrics metrics synchronize over one group; over all ranks each tensor-parallel replica would count."""
+"""Makes torchmetrics metrics synchronize over the data ranks: over all ranks, equal batches would count repeatedly."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None],
     Args:
         engine: after `begin_run`.
         module: the user's, built.
-        divide: cuts the module into stages, with pipeline_cuts.
-        calls: how the module is called, as `DataAxes.shard` takes it.
+        divide: cuts the module into stages; called only with pipeline_cuts.
+        calls: `entry_points` and `root_is_unit` of `DataAxes.shard`.
     """
     synchronize_metrics_over(engine.data_group, module)
     engine.broadcast_values(module)
@@ -48,7 +48,7 @@ def _store_rehearsal(engine: Engine, module: Module) -> None:
     from weft.strategy.verification.evidence import store_rehearsal
 
     if engine.plan is not None and engine.tensor_parallel_group.size() > 1:
-        # The full model is rehearsed: afterwards no rank can call it with the example.
+        # Before the division into stages, after which no rank can call the full model with the example.
         store_rehearsal(module, engine.plan.example)
 
 
@@ -77,7 +77,7 @@ def _log_building_advice(engine: Engine, module: Module) -> None:
     if is_worth_logging and num_shards > 1 and engine.options.empty_init:
         engine.console.log(
             f"weft got a model that was built in full, {num_bytes / 1e9:.3f} GB on every rank: build it in "
-            f"{engine.building_context}, and each rank makes its shards only."
+            f"{engine.building_context}, and each rank materializes only its shards."
         )
 
 
@@ -88,4 +88,4 @@ def _checkpoint_activations(engine: Engine, module: Module) -> None:
     names = checkpoint_activations(module, options.activation_checkpointing, offload=options.activation_offload)
     if names:
         shown = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
-        engine.console.log(f"weft computes the activations of {len(names)} modules again in the backward: {shown}.")
+        engine.console.log(f"weft recomputes the activations of {len(names)} modules in the backward: {shown}.")

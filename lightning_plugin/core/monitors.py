@@ -8,7 +8,10 @@ import torch
 
 
 def num_steps(trainer: Any, module: Any) -> int:
-    """Return the number of batches after which an optimizer stepped, as in Lightning's logs; resumed runs count on."""
+    """Return the number of steps as Lightning's loggers count them; a resumed run continues the count.
+
+    Automatic optimization: the optimizer steps; manual: the batches.
+    """
     # With manual optimization the global step counts the steps of every optimizer.
     count: int = trainer.global_step if module.automatic_optimization else trainer.fit_loop.total_batch_idx + 1
     return count

@@ -79,7 +79,7 @@ def rekey_by_name(
 ) -> Mapping[str, Any]:
     """Return a saved state of the full model's optimizer with parameter names as keys instead of indices.
 
-    It assumes that groups list their parameters in the model's order. Collective over the stages, if keys are indices.
+    Assumes that groups list their parameters in the model's order. Collective over the stages if keys are indices.
 
     Args:
         saved: the state dict of an optimizer; returned unchanged if its keys are names.
@@ -266,13 +266,14 @@ def _empty_like_saved(name: str, entry: Any, parameter: Tensor | None) -> Any:
     """Return an empty tensor, or None for an object, into which `dcp.load` reads an entry of the metadata.
 
     Args:
-        name: of the state or the option of a group.
-        entry: its metadata.
-        parameter: the parameter that has the state; None for an option of a group.
+        name: the name of a parameter's state, such as "exp_avg", or of a parameter group's option, such as "lr".
+        entry: the metadata of the state or option.
+        parameter: the parameter that has the state; None for an option.
     """
     if not hasattr(entry, "size"):  # an object
         return None
-    # A state of the parameter's shape is sharded like it, except a step count, which has a scalar parameter's shape.
+    # A state of the parameter's shape is sharded like the parameter. A step count is not, although its shape () equals
+    # that of a scalar parameter.
     if isinstance(parameter, DTensor) and entry.size == parameter.shape and (entry.size or name != "step"):
         return torch.empty_like(parameter, dtype=entry.properties.dtype)
     return torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -49,9 +49,10 @@ class StockOptions:
 
     Attributes:
         data_parallel_size: the number of data-parallel ranks, over which `zero_stage` shards; "auto": the ranks that
-            the other sizes leave. Without a plan, as in ModelParallelStrategy.
+            the other sizes leave. As in ModelParallelStrategy if neither a plan nor `zero_stage`, `layout`,
+            `pipeline_cuts` or another axis is given.
         tensor_parallel_size: the number of tensor-parallel ranks; "auto": the ranks that the other sizes leave, at
-            most those of one host. Without a plan, as in ModelParallelStrategy.
+            most those of one host. As in ModelParallelStrategy under the same condition.
         save_distributed_checkpoint: True: checkpoints are directories to which each rank writes its shards; False: one
             file, assembled on rank 0, that any Trainer loads.
         process_group_backend: as in ModelParallelStrategy; None on CPUs: "cpu:weft", on one host or several. "gloo" is
@@ -74,8 +75,9 @@ class Options:
         plan: a plan as `weft.parallelize` takes it, applied to the parameters that are not DTensors yet. The Trainer
             needs no `configure_model` then, and calls it first if it is overridden. None: the stock behaviour, in which
             the user's code does all the sharding.
-        check_batches: compare the first batches of each stage and of each training epoch between the ranks of a
-            tensor-parallel group, and the lengths of loaders; 0, without check_batches_every: no comparison.
+        check_batches: the number of first batches of each loop (training, validation, ...) that are compared between
+            the ranks of a tensor-parallel group and between the stages of a pipeline. The first batch of each training
+            epoch and the lengths of loaders are compared as well, unless this and check_batches_every are 0.
         check_batches_every: compare every N-th batch as well; 0: no others.
         fused_optimizers: make Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
             `foreach` or `fused` was set; changes are logged. False: change no optimizer.
@@ -90,12 +92,14 @@ class Options:
             recomputes the forward; "selective": it also saves the results of matrix products, attention and
             communication; or a pattern of module names, a list of them, or a dict from pattern to "full" or
             "selective".
-        activation_offload: keep those inputs in CPU memory until the backward; only on CUDA devices.
+        activation_offload: keep the inputs of checkpointed modules in CPU memory until the backward; only on CUDA
+            devices.
         data_replicate_size: the number of replicas of the model that the other axes shard; "auto": the ranks that the
             other sizes leave.
         zero_stage: what is sharded over the data-parallel axis. 3: parameters, gradients and optimizer states (FSDP2,
-            each unit freed after its forward); 2: the same, freed after its backward; 1: only the states; 0: nothing.
-            None: 3 with a plan; without one, the user's code does all the sharding.
+            the gathered parameters of each unit freed after its forward); 2: the same, but they are freed after the
+            unit's backward; 1: only the optimizer states; 0: nothing. None: 3 with a plan or `pipeline_cuts`; without
+            these, the user's code does all the sharding.
         layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; omitted axes have one rank.
         sequence_parallel: with a plan, also shard the tokens over the tensor-parallel ranks between the layers that are
             sharded by features: in norms, residual sums and dropout, and in their saved activations.
@@ -152,7 +156,7 @@ class Options:
 
     @property
     def needs_plan(self) -> bool:
-        """Whether a plan is applied even if none is given: one without rules, for what the other options do."""
+        """Whether the other options require a plan; if none is given, one without rules is applied."""
         return self.zero_stage is not None or self.has_stages
 
     @property
@@ -172,7 +176,7 @@ class Options:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{owner} got {name}={value!r}; pass a whole number of batches, 0 for none.")
         if self.sequence_parallel is True and self.plan is None:
-            raise ValueError(f"{owner} got sequence_parallel=True without a plan, which it changes; pass plan='auto'.")
+            raise ValueError(f"{owner} got sequence_parallel=True without a plan, which it needs; pass plan='auto'.")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{owner} got {name}={getattr(self, name)!r}; pass True or False.")
@@ -184,14 +188,14 @@ class Options:
             raise ValueError(f"{owner} got verify={self.verify!r}; pass 'auto', 'always' or 'never'.")
         if self.optimizer_in_backward == "rows" and self.plan is None:
             raise ValueError(
-                f"{owner} got optimizer_in_backward='rows' without a plan, whose MLPs it is for; pass plan='auto'."
+                f"{owner} got optimizer_in_backward='rows' without a plan that fuses MLPs; pass plan='auto'."
             )
         from weft.strategy.modules.activation_checkpointing import check_checkpoint_spec
 
         check_checkpoint_spec(owner, self.activation_checkpointing)
         if self.activation_offload and self.activation_checkpointing == "none":
             raise ValueError(
-                f"{owner} got activation_offload=True without checkpoints, whose inputs are what is offloaded; "
+                f"{owner} got activation_offload=True without activation checkpointing, whose saved inputs it moves; "
                 "pass activation_checkpointing='full' or 'selective', too."
             )
         if self.zero_stage is not None and (isinstance(self.zero_stage, bool) or self.zero_stage not in ZERO_STAGES):
@@ -201,8 +205,8 @@ class Options:
             )
         if self.zero_stage == 1 and self.optimizer_in_backward:
             raise ValueError(
-                f"{owner} got optimizer_in_backward={self.optimizer_in_backward!r} and zero_stage=1, which steps parts "
-                "of parameters after the backward; pass one of the two."
+                f"{owner} got optimizer_in_backward={self.optimizer_in_backward!r} and zero_stage=1, which steps "
+                "shards of parameters after the backward; pass one of the two."
             )
         sizes = self._sizes(owner, data_parallel_size, tensor_parallel_size)
         self._validate_pipeline(owner, sizes)
@@ -233,8 +237,8 @@ class Options:
             return
         if isinstance(cuts, str) or not isinstance(cuts, Sequence) or not all(isinstance(cut, str) for cut in cuts):
             raise TypeError(f"{owner} got pipeline_cuts={cuts!r}; pass a list of module names, or 'auto'.")
-        one_each = isinstance(self.pipeline_schedule, str) and self.pipeline_schedule not in _SEVERAL_STAGES
-        if cuts and sizes.pipeline_parallel == 1 and one_each:
+        one_per_rank = isinstance(self.pipeline_schedule, str) and self.pipeline_schedule not in _SEVERAL_STAGES
+        if cuts and sizes.pipeline_parallel == 1 and one_per_rank:
             raise ValueError(
                 f"{owner}: {len(cuts)} pipeline_cuts make {len(cuts) + 1} stages for one pipeline-parallel rank; "
                 f"pass pipeline_parallel_size={len(cuts) + 1}, or a layout such as 'pp{len(cuts) + 1}'."
@@ -307,7 +311,7 @@ class Options:
 
 
 def check_rows_without_replicas(owner: str, sizes: MeshSizes) -> None:
-    """Raise ValueError for optimizer_in_backward="rows" with data-parallel ranks, which reduce full gradients."""
+    """Raise ValueError for optimizer_in_backward="rows" with several data ranks, which reduce full gradients."""
     num_data = sizes.data_replicate * sizes.data_parallel
     if num_data > 1:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 On one device such code reads `self.parameters()` as plain tensors: a penalty on weights, a norm for the log. Here it
 runs inside `weft.strategy.local_parameters`, which gives the same values. In a model in stages a rank has only the
-parameters of its own stages, so a sum over all of them raises ValueError.
+parameters of its own stages, so asking for all of them raises ValueError in a step, and warns in a gradient hook.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-# The methods of a precision plugin that call only on_after_backward and on_before_optimizer_step.
+# Methods of the Trainer's precision plugin. The first calls on_after_backward, the second on_before_optimizer_step and
+# gradient clipping.
 CALL_GRADIENT_HOOKS = ("post_backward", "_after_closure")
 
 
@@ -65,9 +66,7 @@ def _shown(name: str) -> str:
 
 @contextlib.contextmanager
 def _watching_parameters(module: nn.Module | None, on_access: Callable[[str], None]) -> Iterator[None]:
-    """Inside, `parameters()` of a module with layers on other stages calls `on_access` with its name; not in
-    forwards.
-    """
+    """Inside, except in forwards, `parameters()` of a module with layers on other stages calls `on_access(name)`."""
     if module is None:
         yield
         return

@@ -1,8 +1,8 @@
 """Ends all ranks of a process tree soon after one of them fails or is stopped.
 
-Terms: the *root* is the process that the user started; Lightning's launcher makes it rank 0 and starts
-the other ranks as its *children*, which run the same script. Under torchrun every rank is a child of
-torchrun, which watches them itself.
+Terms: the process that the user starts on a host becomes rank 0 of the host. Its Lightning launcher starts the host's
+other ranks as its *children*, which run the same script. Under torchrun every rank is a child of torchrun, which
+watches them itself.
 
 A rank blocked in a collective runs no Python in its main thread, so neither signal handlers nor
 exceptions reach it. The guard uses means that still work then: a daemon thread (collectives release the GIL), the
@@ -38,10 +38,10 @@ from weft._plugin.error_reports import ErrorReports
 
 LAUNCHER_PID_VARIABLE = "WEFT_LAUNCHER_PID"
 ERROR_REPORTS_VARIABLE = "WEFT_ERROR_REPORTS"
-SIGNAL_GRACE_SECONDS = 4.0
-CHILD_GRACE_SECONDS = 2.5
-FAILED_CHILDREN_GRACE_SECONDS = 2.0
-FAILED_EXIT_SECONDS = 4
+SIGNAL_GRACE_SECONDS = 4.0  # from a signal to the end of the tree
+CHILD_GRACE_SECONDS = 2.5  # from the end of a failed child to the end of the tree
+CHILDREN_EXIT_SECONDS = 2.0  # at the exit of a failed rank 0: how long its children may still run
+FAILED_EXIT_SECONDS = 4  # how long a failed process may take to exit after its children have ended
 _POLL_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1
 _STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
@@ -91,7 +91,7 @@ class ProcessGuard:
     def watch_signals(self, enabled: bool) -> None:
         """Set whether SIGINT and SIGTERM end the process within SIGNAL_GRACE_SECONDS.
 
-        A deadline that is set already stays: a stopped run calls this in its teardown.
+        A deadline that an earlier signal has set is kept: a stopped run calls this in its teardown.
         """
         self._watches_signals = enabled
 
@@ -100,7 +100,7 @@ class ProcessGuard:
         self._failed = failed
 
     def print_errors_once(self, reports: ErrorReports | None) -> None:
-        """From now on, print one line for an error that another rank of `reports` has printed; None: its traceback."""
+        """From now on, print one line for an error that another rank of `reports` has printed; None: a traceback."""
         self._reports = reports
 
     def take_excepthook(self) -> None:
@@ -161,7 +161,7 @@ class ProcessGuard:
             return
         if self._failed:
             self._ending = True
-            self._kill_children(after=FAILED_CHILDREN_GRACE_SECONDS)
+            self._kill_children(after=CHILDREN_EXIT_SECONDS)
             # Destroying the group joins threads that may wait for ranks that have exited; so may code that runs
             # after the exit handlers, and after the interpreter.
             from weft._collectives import exit_after

@@ -99,16 +99,17 @@ def broadcast_random_state(group: dist.ProcessGroup, device: torch.device) -> No
 def random_state_of_first_rank(
     data_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[None]:
-    """Inside, random numbers are those of the job's first rank; a generator with another state gets it back afterwards.
+    """Inside, all ranks of both groups draw the random numbers of their first rank.
 
-    Ranks that see other data draw other numbers for it, unless all ranks have the same seed.
+    Afterwards, a generator whose state differed from the first rank's has its own state again: data-parallel ranks
+    with different seeds draw different numbers for their data.
     """
     broadcast_random_state(tensor_group, device)  # these ranks draw the same numbers afterwards, too
     local_state = _random_state(device)
     broadcast_random_state(data_group, device)
     shared_state = _random_state(device)
     yield
-    # Decided for each generator: one with the same state on all ranks advances by the numbers drawn inside.
+    # Decided for each generator: one with the first rank's state is not reset, and has advanced by the numbers drawn.
     differing = {name: state for name, state in local_state.items() if not _is_same(state, shared_state[name])}
     _set_random_state({**_random_state(device), **differing}, device)
 

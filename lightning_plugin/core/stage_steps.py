@@ -1,8 +1,8 @@
-"""The steps of a LightningModule in stages: once for each micro-batch, on every stage.
+"""Runs the steps of a LightningModule in stages: once for each micro-batch, on every stage.
 
-Every stage runs the module's own step up to the model's call; only the last one runs the rest. The last stage combines
-the logs and results of the micro-batches and broadcasts them to all stages. The schedule, including backwards, runs in
-`training_step`. The Trainer then zeroes gradients and calls its backward, which installs the gradients that the
+Every stage runs the module's own step up to the call of the divided module; only the last stage runs the rest. It
+combines the logs and results of the micro-batches and broadcasts them to all stages. The schedule, including backwards,
+runs in `training_step`. The Trainer then zeroes gradients and calls its backward, which installs the gradients that the
 schedule has computed.
 """
 
@@ -34,10 +34,10 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class StageSteps:
     """The steps of one run. Until `end`, the module's `example_input_array` is None: summaries would call the module.
 
-    engine: with a pipeline.
+    engine: after it has divided the model.
     module: the LightningModule, on its final device.
     last_stage_modules: the modules beside the divided one.
-    is_fitting: whether gradients of those modules are averaged.
+    is_fitting: whether the steps run backwards, in which gradients of `last_stage_modules` are averaged.
     """
 
     def __init__(self, engine: Engine, module: Any, last_stage_modules: LastStageModules, is_fitting: bool) -> None:
@@ -77,27 +77,27 @@ class StageSteps:
         """Restore the metrics' own `compute`."""
         self.metrics.remove()
 
-    def run(self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, loop: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step for each micro-batch of a batch; return the combined result, on every stage. Collective.
 
         Args:
-            kind: "training", which runs backwards, too, "validation", "test" or "prediction".
-            step: the module's.
+            loop: "training", which also runs backwards, "validation", "test" or "prediction".
+            step: the module's step of this loop.
             args, kwargs: the step's arguments, the batch first.
         """
-        self._engine.stages.check_batch(kind, args[0])
+        self._engine.stages.check_batch(loop, args[0])
         options, pipeline = self._engine.options, self.pipeline
         micro_batches = pipeline.split(args[0], options.split_batch)
         run = _MicroBatchStep(self, micro_batches, lambda micro_batch: step(micro_batch, *args[1:], **kwargs))
         loss = None
         with self.logs.recording(), self.metrics.local_only():
-            if kind == "training":
+            if loop == "training":
                 loss = self._run_schedule(run)
             else:
                 run.outputs = dict(enumerate(pipeline.evaluate(micro_batches, run, split=run.split)))
         sizes = [_num_samples(micro_batch) for micro_batch in micro_batches]
         # Predictions are not weighted: their batches may lack the entries that micro_batch_weight reads.
-        weights = run.weights(None if kind == "prediction" else options.micro_batch_weight, sizes)
+        weights = run.weights(None if loop == "prediction" else options.micro_batch_weight, sizes)
         logged, output, dtype = self._broadcast_from_last_stage(
             lambda: (self.logs.combined(weights, sizes), run.joined(sizes, weights), run.loss_dtype)
         )
@@ -186,7 +186,7 @@ class _MicroBatchStep:
         return output
 
     def weights(self, weight: Callable[[Any], float] | None, sizes: Sequence[int | None]) -> list[float]:
-        """Return the weight of each micro-batch in logged values."""
+        """Return the weight of each micro-batch in logged values and in results."""
         if weight is not None:
             return [float(weight(micro_batch)) for micro_batch in self.micro_batches]
         return [1.0 if size is None else float(size) for size in sizes]
@@ -199,11 +199,14 @@ class _MicroBatchStep:
 
 
 @contextlib.contextmanager
-def restoring_state(module: Any, has_buffers: bool = True) -> Iterator[None]:
-    """Restore the module's own numbers, strings, plain lists and, with `has_buffers`, buffers afterwards."""
+def restoring_state(module: Any, restores_buffers: bool = True) -> Iterator[None]:
+    """Afterwards, restore the module's own numbers, strings, plain lists and buffers.
+
+    restores_buffers: False: replaced buffers are put back, but their values are not restored.
+    """
     values = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     lists = {key: (value, list(value)) for key, value in vars(module).items() if type(value) is list}
-    named_buffers = module._buffers.items() if has_buffers else ()
+    named_buffers = module._buffers.items() if restores_buffers else ()
     buffers = {key: buffer.clone() for key, buffer in named_buffers if buffer is not None}
     originals = dict(module._buffers)
     try:

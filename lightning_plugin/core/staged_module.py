@@ -8,7 +8,7 @@ from weft._plugin.stage_metrics import names_of_metrics
 
 
 def attach_trainer(module: Any) -> None:
-    """Give the copy whose forward is recorded the module's Trainer, and a `log` that raises."""
+    """Give the copy of the module whose forward is recorded (its skeleton) the Trainer, and a `log` that raises."""
     from weft.strategy.pipeline import staged_model_of
     from weft.strategy.sharding.state import original_class
 

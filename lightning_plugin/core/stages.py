@@ -1,4 +1,4 @@
-"""The model of a strategy that is divided into the stages of a pipeline."""
+"""Divides the model of a strategy into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from weft.strategy.pipeline import AutoCuts, Pipeline
     from weft.strategy.pipeline.choose import Choice
 
-_KEY = "_weft_pipeline"  # a module's attribute: the arguments of its cut, and its pipeline
+_KEY = "_weft_pipeline"  # a module's attribute: ((mesh, cuts, schedule), pipeline)
 
 
 class Stages:
-    """Divides one model into stages, and checks what all stages must have alike.
+    """Divides one model into stages, and checks that the stages have equal batches and no gradient scaler.
 
     Attributes:
         pipeline: the model in stages; None before `divide`, and without pipeline_cuts.
@@ -58,9 +58,10 @@ class Stages:
         beside: Collection[str] = (),
         forward: Callable[[], Any] | None = None,
     ) -> None:
-        """Divide a module at cuts, by default those of the options; an earlier strategy may have divided it equally.
+        """Divide a module at cuts, by default those of the options.
 
-        `beside`, `forward`: as `Pipeline` and `agree_on_cuts` take them.
+        If an earlier strategy has divided it at the same cuts, for the same mesh and schedule, its pipeline is reused.
+        `beside`: as `Pipeline` takes it; `forward`: as `agree_on_cuts` takes it.
         """
         from weft.strategy.pipeline import Pipeline
         from weft.strategy.pipeline.arguments import shares_of
@@ -133,15 +134,15 @@ class Stages:
             parameter_shards=num_shards,
         )
 
-    def check_batch(self, kind: str, batch: Any) -> None:
+    def check_batch(self, loop: str, batch: Any) -> None:
         """Raise ValueError if the stages have different batches; see `BatchCheck.check`."""
-        self.batch_check.check(kind, batch, self.group, self._engine.device, group_kind="pipeline")
+        self.batch_check.check(loop, batch, self.group, self._engine.device, group_kind="pipeline")
 
     def check_no_scaler(self) -> None:
         """Raise ValueError for a precision that scales gradients."""
         plugin = self._engine.precision
         if getattr(plugin, "scaler", None) is not None:
             raise ValueError(
-                f"{self._engine.name} got precision {str(plugin.precision)!r}, whose scaled gradients stages would "
-                "have to agree on; take 'bf16-mixed' or '32-true'."
+                f"{self._engine.name} got precision {str(plugin.precision)!r}, whose gradient scaler would have "
+                "to be the same on all stages; take 'bf16-mixed' or '32-true'."
             )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from weft._plugin.engine import Engine
 
-_OTHERS_SHOWN = 8
+_RANKS_SHOWN = 8
 
 
 class StartSummary:
@@ -72,9 +72,9 @@ class StartSummary:
                 dist.all_gather_into_tensor(gathered, sizes, group=group)
                 sizes = gathered
         ranks = sizes.view(-1, 2)
-        shown = ranks[:_OTHERS_SHOWN, 0].tolist()
+        shown = ranks[:_RANKS_SHOWN, 0].tolist()
         held_by = ", ".join(f"rank {rank}: {size / 1e6:.3f}" for rank, size in enumerate(shown))
-        more = f", and {mesh.size() - _OTHERS_SHOWN} more" if mesh.size() > _OTHERS_SHOWN else ""
+        more = f", and {mesh.size() - _RANKS_SHOWN} more" if mesh.size() > _RANKS_SHOWN else ""
         largest, grads = (int(column.max()) / 1e6 for column in ranks.unbind(1))
         return [
             f"parameters: {full_bytes / 1e6:.3f} MB in all; MB held by {held_by}{more}.",

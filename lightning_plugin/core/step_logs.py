@@ -20,7 +20,7 @@ class Logged:
 
     name: the name under which the value is logged.
     value: a scalar; None for a metric without a value for the step.
-    metric: the attribute of the metric object that was logged; None: no metric.
+    metric: the module's attribute that holds the logged metric object; None: no metric was logged.
     arguments: the other arguments of the call.
     """
 
@@ -55,7 +55,7 @@ class StepLogs:
                 object.__setattr__(self._module, "log", before)
 
     def run_micro_batch(self, micro_batch_idx: int, step: Callable[[], Any]) -> Any:
-        """Call a step and return its result; keep its logs unless it raises, as it does off the last stage."""
+        """Call a step and return its result; keep its logs unless it raises, as it does on all but the last stage."""
         self._calls = []
         result = step()
         self._calls_by_micro_batch[micro_batch_idx] = self._calls
@@ -106,7 +106,7 @@ class StepLogs:
         Raises:
             ValueError: an unknown `reduce_fx`.
         """
-        # The key: a name, and how many calls of the micro-batch had this name before.
+        # The key: a name, and the number of earlier calls with this name in the same micro-batch.
         calls_by_key: dict[tuple[str, int], list[tuple[Logged, float, int | None]]] = {}
         for idx in sorted(self._calls_by_micro_batch):
             num_calls: dict[str, int] = {}

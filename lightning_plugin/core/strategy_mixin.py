@@ -40,7 +40,7 @@ class StrategyMixin(StockStrategy):
 
     @property
     def tensor_parallel_group(self) -> dist.ProcessGroup:
-        """Return the group of the ranks that hold the shards of one replica, including this rank."""
+        """Return this rank's group along the axis tensor_parallel, whose ranks see the same data."""
         return self._engine.tensor_parallel_group
 
     @property
@@ -100,9 +100,9 @@ class StrategyMixin(StockStrategy):
         )
 
     def _get_process_group_backend(self) -> str:
-        """Return the user's choice; by default weft's backend for CPU tensors and the stock backend for the device.
+        """Return the user's choice; by default weft's backend on CPUs, and the stock backend on other devices.
 
-        A pipeline on devices needs both: its stages exchange messages in CPU memory.
+        A pipeline on other devices needs both: its stages exchange messages in CPU memory.
         """
         if self._process_group_backend is None and self.root_device.type == "cpu":
             return "cpu:weft"
@@ -118,7 +118,7 @@ class StrategyMixin(StockStrategy):
         dist.barrier(device_ids=[self.root_device.index] if on_device else None)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Seed the loader's workers equally on the ranks of a tensor-parallel group."""
+        """Run the stock method, then seed the loader's workers by data rank; see `seed_workers_by_data_rank`."""
         seed = importlib.import_module(f"{self.fabric_module}.utilities.seed")
         dataloader = super().process_dataloader(dataloader)
         seed_workers_by_data_rank(dataloader, seed.pl_worker_init_function, self.data_axes.rank)
@@ -130,7 +130,7 @@ class StrategyMixin(StockStrategy):
         return {"num_replicas": self.data_axes.size, "rank": self.data_axes.rank}
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As the stock one, over the data axes by default: each replica counts once.
+        """As the stock one, by default over the data axes, so that each replica counts once.
 
         A LightningModule passes the world's group if the user gives none, so that group also means the default.
         """
@@ -145,6 +145,6 @@ class StrategyMixin(StockStrategy):
         return bool(votes)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As the stock one; an optimizer that combines elements of a parameter computes with those of all ranks."""
+        """As the stock one; see `Engine.optimizer_step`."""
         with self._engine.optimizer_step(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)

@@ -41,7 +41,7 @@ class ThroughputMixin:
         flops_per_sample: the model's floating-point operations per sample, forward and backward, over all ranks; or a
             function that returns this number for a batch. None: not counted.
         peak_flops: floating-point operations per second of one device; None: no "throughput/mfu".
-        window_size: the number of newest steps to average over: full logging intervals, at least one.
+        window_size: the number of newest steps to average over, rounded up to full logging intervals.
     """
 
     _clock = staticmethod(time.perf_counter)
@@ -69,7 +69,7 @@ class ThroughputMixin:
         self._marks: deque[_Mark] = deque()  # one at the start and at each log, the newest last
         self._step = 0
         self._samples = self._tokens = self._flops = 0.0  # of this rank since the training began
-        self._paused = self._paused_at = 0.0
+        self._paused = self._paused_at = 0.0  # seconds spent in validation, and the time at which the last one began
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._marks.clear()

@@ -81,7 +81,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Apply the plan to the model that `configure_model` has built, then run the stock setup."""
+        """Apply the plan to the model, which is built by now, then run the stock setup."""
         engine, options = self._engine, self._engine.options
         self._check_configure_model()
         self._loaders.prepare(trainer)
@@ -128,7 +128,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             )
 
     def _wrap_gradient_hooks(self) -> None:
-        """Run on_after_backward and on_before_optimizer_step of the module and of callbacks in the context of steps."""
+        """Run on_after_backward, on_before_optimizer_step (also of callbacks) and clipping in the context of steps."""
         for name in CALL_GRADIENT_HOOKS:
             method = getattr(type(self.precision_plugin), name).__get__(self.precision_plugin)
             setattr(self.precision_plugin, name, computing_with_parameters(method, self._module_in_stages()))
@@ -166,13 +166,13 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the optimizers, or take those that LightningCLI built with the model; fuse those of torch."""
-        with self._stages.groups_of_all_stages():
+        with self._stages.placeholders_of_other_stages():
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self._engine.add_optimizer(optimizer, self.model)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """See StrategyMixin; collective. Raises ValueError on all ranks if lengths differ."""
+        """See StrategyMixin; collective. Raises ValueError on all ranks for lengths that would deadlock."""
         return self._loaders.compared(super().process_dataloader(without_lockstep(dataloader)))
 
     def on_train_start(self) -> None:
@@ -217,18 +217,18 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         """Run the module's `predict_step`; see `training_step`."""
         return self._step("prediction", super().predict_step, args, kwargs)
 
-    def _step(self, stage: str, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _step(self, loop: str, step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self._engine
-        if stage == "training":
+        if loop == "training":
             self._loaders.begin_training_step()
         if args:
-            engine.check_batch(stage, args[0])
+            engine.check_batch(loop, args[0])
         engine.memory_watch.forward_begins(args)
         if engine.plan is None:
             return step(*args, **kwargs)
         if engine.pipeline is not None:
             step = partial(run_step, step, self._module_in_stages())
-            return self._stages.run_step(stage, step, args, kwargs)
+            return self._stages.run_step(loop, step, args, kwargs)
         return run_step(step, None, *args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -260,12 +260,12 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, gradients are not averaged over ranks; the stock method only supports DistributedDataParallel."""
+        """Inside, gradients are not averaged over ranks; the stock method supports only DistributedDataParallel."""
         with self.data_axes.without_sync():
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As the stock one, over the data axes by default: replicas count once, and one alone does not communicate."""
+        """As the stock one, by default over the data axes: each replica counts once; one replica returns `tensor`."""
         if group is None and self.data_group.size() == 1:
             return tensor
         return super().reduce(tensor, group or self.data_group, reduce_op)

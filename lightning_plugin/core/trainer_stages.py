@@ -101,9 +101,9 @@ class TrainerStages:
         self._target = find_target(self._engine.name, module, options.pipeline_module, cuts, num_stages)
 
     def convert_before_cutting(self, model: nn.Module) -> nn.Module:
-        """Convert the model's dtype before the cut, at which other stages record the dtypes of layers.
+        """Convert the model to its final dtype: at the cut each stage records the dtypes of other stages' layers.
 
-        Models with deferred or meta parameters are built in their final dtype.
+        A model with deferred or meta parameters is returned unchanged: it is built in its final dtype.
         """
         from weft.strategy.deferred import is_deferred
 
@@ -124,9 +124,9 @@ class TrainerStages:
             check_not_shared(module, name)
             inner.__dict__[_FULL_NAMES] = tuple(parameter_names(inner).values())
         if _FULL_NAMES not in module.__dict__:  # once for each module around the one in stages
-            module.__dict__[_FULL_NAMES] = _parameter_names_with(module, name, inner.__dict__[_FULL_NAMES])
+            module.__dict__[_FULL_NAMES] = _parameter_names_around(module, name, inner.__dict__[_FULL_NAMES])
         stages = self._engine.stages
-        with restoring_state(module, has_buffers=False):
+        with restoring_state(module, restores_buffers=False):
             stages.divide(
                 inner,
                 cuts,
@@ -153,8 +153,14 @@ class TrainerStages:
         return call
 
     @contextlib.contextmanager
-    def groups_of_all_stages(self) -> Iterator[None]:
-        """Inside, the user's code that makes optimizers sees a parameter for each one of other stages."""
+    def placeholders_of_other_stages(self) -> Iterator[None]:
+        """Inside, the user's code that makes optimizers sees a placeholder for each parameter of other stages.
+
+        Every stage so builds the same parameter groups. The placeholders are then removed from the optimizers.
+
+        Raises:
+            ValueError: an optimizer is LBFGS.
+        """
         if self._engine.pipeline is None:
             yield
             return
@@ -167,11 +173,11 @@ class TrainerStages:
             if any(cls.__name__ == "LBFGS" for cls in type(optimizer).__mro__):
                 raise ValueError(
                     f"pipeline_cuts: {type(optimizer).__name__} searches along the gradient of all parameters, and "
-                    "each stage has some of them; take an optimizer that updates each by itself."
+                    "each stage has some of them; take an optimizer that updates each parameter by itself."
                 )
 
     def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of a module's state that this rank saves; only the last stage saves modules beside."""
+        """Return the entries of a module's state that this rank saves; only the last stage saves undivided modules."""
         pipeline = self._engine.pipeline
         if pipeline is None or pipeline.has_last_stage:
             return state
@@ -196,11 +202,11 @@ class TrainerStages:
         if self._steps is not None:
             self._steps.end()
 
-    def run_step(self, kind: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_step(self, loop: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one of the module's steps for a batch; return the result that one device would have, on every stage."""
         assert self._steps is not None
         with self._engine.stages.existing_pipeline().failures.report_failures():
-            return self._steps.run(kind, step, args, kwargs)
+            return self._steps.run(loop, step, args, kwargs)
 
 
 def _remove_placeholders(optimizer: Optimizer, placeholders: Sequence[nn.Parameter]) -> None:
@@ -211,7 +217,7 @@ def _remove_placeholders(optimizer: Optimizer, placeholders: Sequence[nn.Paramet
         optimizer.state.pop(placeholder, None)
 
 
-def _parameter_names_with(module: nn.Module, name: str, inner: Sequence[str]) -> tuple[str, ...]:
+def _parameter_names_around(module: nn.Module, name: str, inner: Sequence[str]) -> tuple[str, ...]:
     """Return the names of a module's parameters, in order; `inner`: those in its submodule `name` before the cut."""
     from weft.strategy.recognition.assignments import join
 

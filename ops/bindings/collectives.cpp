@@ -1,5 +1,5 @@
 // The Python module weft._collectives: creates backends and pipeline links, and raises their errors
-// as Python classes.
+// as exceptions of the Python classes.
 #include "raise.h"
 
 #include <weft/ops/backend.h>
@@ -30,11 +30,12 @@ void raise_in_python(ErrorKind kind, const std::string& text) {
   if (Py_IsInitialized() == 0) return;
   const py::gil_scoped_acquire gil;
   PyErr_SetString(error_classes.at(static_cast<size_t>(kind)), text.c_str());
-  // Keeps its class through dispatcher and autograd, unlike a C++ exception with a translator.
+  // This exception keeps its Python class through dispatcher and autograd. A C++ exception with a
+  // pybind11 translator does not.
   throw py::error_already_set();
 }
 
-// May be raised several times, unlike error_already_set, which Python consumes.
+// An exception that may be rethrown several times, unlike error_already_set, which Python consumes.
 class StorableError final : public torch::PyTorchError {
  public:
   StorableError(ErrorKind kind, const std::string& text) : PyTorchError(text), kind_(kind) {}
@@ -84,9 +85,9 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   options->make_transport = [callable](const c10::intrusive_ptr<c10d::Store>& own_store,
                                        int own_rank,
                                        int num_ranks,
-                                       std::chrono::milliseconds within) {
+                                       std::chrono::milliseconds transport_timeout) {
     const py::gil_scoped_acquire gil;
-    const py::object made = (*callable)(own_store, own_rank, num_ranks, within);
+    const py::object made = (*callable)(own_store, own_rank, num_ranks, transport_timeout);
     if (!py::isinstance<c10d::Backend>(made)) {
       throw py::type_error("weft: got " + py::repr(made).cast<std::string>() +
                            " from BackendOptions.transport; return a backend of torch.distributed, "
@@ -98,8 +99,8 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   return ops::make_backend(store, rank, size, std::move(options));
 }
 
-// Ends a process whose exit blocks, for example on a thread that waits for a rank that has ended.
-// Works without the interpreter, which may be gone by then.
+// Ends the process after `delay`, even if its exit blocks, for example on a thread that waits for a
+// rank that has ended. Works without the interpreter, which may be finalized by then.
 void exit_after(std::chrono::duration<double> delay, int status) {
   std::thread([delay, status] {
     std::this_thread::sleep_for(delay);

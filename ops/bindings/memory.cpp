@@ -38,7 +38,7 @@ PYBIND11_MODULE(_memory, m) {
   for (const std::string_view name : kCategoryNames) names.append(py::str(name.data()));
   m.attr("CATEGORIES") = py::tuple(names);
   m.def("track", &ops::track_memory);
-  m.def("tracks", &ops::tracks_memory);
+  m.def("is_tracking", &ops::is_tracking_memory);
   m.def("current", [] { return as_dict(ops::memory_totals().current); });
   m.def("peak", [] { return as_dict(ops::memory_totals().peak); });
   m.def("num_allocations", [] { return ops::memory_totals().num_allocations; });

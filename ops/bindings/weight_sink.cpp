@@ -18,7 +18,7 @@ namespace {
   throw std::move(persistent);
 }
 
-// Calls the methods of the same names of a Python object.
+// Forwards to the methods of the same names of a Python object.
 class PythonSink final : public ops::WeightSink {
  public:
   explicit PythonSink(py::object sink) : sink_(std::move(sink)) {}
@@ -44,7 +44,6 @@ class PythonSink final : public ops::WeightSink {
   }
 
  private:
-  // An exception passes through the autograd engine with its Python class.
   template <typename Function>
   static void call(Function function) {
     const py::gil_scoped_acquire gil;

@@ -1,4 +1,4 @@
-// Times on a CUDA device, between two events on its current stream.
+// Measures time on a CUDA device, between two events on its current stream.
 
 #include "stopwatch.h"
 

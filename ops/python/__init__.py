@@ -1,9 +1,9 @@
 """weft: tensor-parallel operators, modules and plans for PyTorch.
 
 `import weft` loads the C++ operators (`torch.ops.weft.*`, typed in `weft.ops`) and the modules over them
-(`weft.nn`), and registers the c10d backend `weft` (`weft.collectives`). `weft.strategy` is loaded at first use, and
-with it `weft.parallelize`, `weft.export_local` and `weft.Plan`; the Lightning and Fabric strategies register
-themselves on `import weft.lightning`.
+(`weft.nn`), and registers the c10d backend `weft` (`weft.collectives`). `weft.strategy` is loaded at first use, as are
+`weft.parallelize`, `weft.export_local` and `weft.Plan`, which it defines. `import weft.lightning` registers the
+Lightning and Fabric strategies.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def _load() -> None:
     globals().update({name: getattr(collectives, name) for name in __all__ if name.endswith("Error")})
 
 
-def _is_wanted() -> bool:
+def _needs_operators() -> bool:
     """Return whether to load torch and the operators; the command `weft estimate` does without them."""
     command = sys.modules.get("weft_command")
     return command is None or command.needs_operators
 
 
-if _is_wanted():
+if _needs_operators():
     _load()
 
 

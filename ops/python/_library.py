@@ -20,7 +20,7 @@ def _release(version: str) -> str:
 
 
 def check_build(build: dict[str, object], torch_version: str, torch_cuda: str | None) -> bool:
-    """Raise for a library that was built for another torch; return whether its CUDA part fits too.
+    """Raise for a library that was built for another torch; return whether it has CUDA kernels for this torch.
 
     Args:
         build: content of lib/build.json: `torch`, `torch_cuda` ("none" for a CPU build), `cuda_sources`.
@@ -52,7 +52,7 @@ def load_library() -> None:
     info, library = _FOLDER / "build.json", _FOLDER / "libweft_ops.so"
     if not info.is_file() or not library.is_file():
         raise ImportError(f"weft's operators are not built: {_BUILD_ADVICE}.")
-    with_cuda = check_build(json.loads(info.read_text()), torch.__version__, torch.version.cuda)
+    has_cuda = check_build(json.loads(info.read_text()), torch.__version__, torch.version.cuda)
     torch.ops.load_library(str(library))
-    if with_cuda:
+    if has_cuda:
         torch.ops.load_library(str(_FOLDER / "libweft_ops_cuda.so"))

@@ -39,7 +39,7 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class PeerLostError(CollectiveError):
-    """The process of a rank that this rank waits for has ended, or has left the group."""
+    """The process of a rank that this rank waits for has ended, or that rank has left the group."""
 
 
 class CollectiveTimeoutError(CollectiveError):
@@ -62,8 +62,8 @@ class BackendOptions:
     """The options of this backend: the `pg_options` of `init_process_group` and `new_group`.
 
     Attributes:
-        staging_limit_bytes: an upper limit of the staging buffers and message rings of a group on one host, for all
-            its ranks together, unless their minimum sizes need more. Must be equal on all ranks of a host.
+        staging_limit_bytes: the most bytes, per host, of the staging buffers and message rings of all ranks of the
+            group together, unless their minimum sizes need more. Must be equal on all ranks of a host.
         transport: makes the backend whose `send` and `recv` carry bytes between hosts, over the ranks of the
             group. Called as `transport(store, rank, size, timeout)` on every rank of a multi-host group, and not
             called on a single host.
@@ -84,20 +84,20 @@ class BackendOptions:
             )
 
 
-def _create(opts: dist.distributed_c10d._DistributedBackendOptions, options: object | None) -> Backend:
+def _create(group: dist.distributed_c10d._DistributedBackendOptions, pg_options: object | None) -> Backend:
     # If a caller passes no options, torch passes its own, or those of another group.
-    if options is not None and not isinstance(options, (BackendOptions, Backend.Options)):
-        raise TypeError(f"got pg_options={options!r} for the backend weft; pass weft.collectives.BackendOptions(...).")
-    resolved = options if isinstance(options, BackendOptions) else BackendOptions()
+    if pg_options is not None and not isinstance(pg_options, (BackendOptions, Backend.Options)):
+        raise TypeError(f"got {pg_options=!r} for the backend weft; pass weft.collectives.BackendOptions(...).")
+    options = pg_options if isinstance(pg_options, BackendOptions) else BackendOptions()
     return _collectives.make_backend(
-        opts.store,
-        opts.group_rank,
-        opts.group_size,
-        opts.timeout,
-        opts.group_id,
-        opts.global_ranks_in_group,
-        resolved.staging_limit_bytes,
-        resolved.transport,
+        group.store,
+        group.group_rank,
+        group.group_size,
+        group.timeout,
+        group.group_id,
+        group.global_ranks_in_group,
+        options.staging_limit_bytes,
+        options.transport,
     )
 
 

@@ -1,12 +1,15 @@
 """Typed calls of weft's operators (`torch.ops.weft.*`), for eager code, torch.compile and torch.export.
 
-All weights are this rank's shards in nn.Linear's layout `[out, in]`; `group_name` is c10d's name of a
-process group (`mesh.get_group("tensor_parallel").group_name`), "" is a group of one. All tensors of a call have one
-device and one dtype (float32, float64, bfloat16, float16); norms also accept float32 parameters with a half-precision
-x. Under torch.autocast, operators with matrix products cast their tensors as nn.Linear does, `add_rms_norm` and
+All weights but those of norms are this rank's shards in nn.Linear's layout `[out, in]`; norms have replicated weights.
+`group_name` is c10d's name of a process group (`mesh.get_group("tensor_parallel").group_name`), "" is a group of one.
+The tensors of a call have one device and one dtype: float32, float64, bfloat16 or float16. Exceptions: ids and targets
+are integers, norms also accept float32 parameters with a half-precision x, the seed of `dropout` is an int64 on the
+CPU, and the operators from `copy_to_group` on support every dtype of the group's backend.
+
+Under torch.autocast, operators with matrix products cast their tensors as nn.Linear does, `add_rms_norm` and
 `add_layer_norm` promote x and residual to a common dtype, and other operators do not cast. Invalid arguments raise
 ValueError, TypeError or IndexError before any communication. Only `dropout`, `reduce_from_group` and `join` support
-second derivatives.
+second derivatives. "Saves" lists the tensors that are kept for the backward, besides weights.
 """
 
 from __future__ import annotations
@@ -39,11 +42,11 @@ def column_row_mlp(
 
     Shapes: x `[..., d]`, w1 and w3 `[f, d]`, b1 and b3 `[f]`, w2 `[o, f]`, b2 `[o]` (replicated on every
     rank, added once) -> `[..., o]`, with f the size of this rank's shard of the hidden dim, uneven or 0.
-    One all-reduce forward, one backward (none if x requires no gradient). Saves x, x w1ᵀ and x w3ᵀ; with
+    One all-reduce forward, one backward (none if x requires no gradient). Saves x, x w1ᵀ + b1 and x w3ᵀ + b3; with
     `recompute` only x.
 
     Sequence parallelism: with `sequence_dim`, any dim but the last, x and the result are sharded by torch.chunk along
-    it, with `sequence_size` entries in total; without `sequence_size` all shards must have equal sizes. The forward
+    it; its unsharded size is `sequence_size`, without which all shards must have equal sizes. The forward
     all-gathers x and reduce-scatters the result. Only the shard of x is saved: the backward all-gathers x and the
     result's gradient, and reduce-scatters x's gradient.
     """
@@ -64,7 +67,10 @@ def column_row_mlp(
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group_name: str) -> Tensor:
-    """x weightᵀ + bias with the rows of weight sharded: `[..., d]` -> `[..., f]`; one all-reduce backward."""
+    """x weightᵀ + bias with the rows of weight sharded: `[..., d]` -> `[..., f]`.
+
+    One all-reduce of x's gradient backward, none forward.
+    """
     return torch.ops.weft.column_linear(x, weight, bias, group_name=group_name)
 
 
@@ -87,10 +93,10 @@ def all_gather_linear(
 ) -> Tensor:
     """gather(x) weightᵀ + bias with x sharded along `gather_dim`: `[..., s, ..., d]` -> `[..., S, ..., f]`.
 
-    x is this rank's torch.chunk shard of `dim_size` entries along `gather_dim`, any dim but the last; without
-    `dim_size` all shards must have equal sizes. weight `[f, d]`, bias `[f]`. Saves only the shard of x. One all-gather
-    forward. Backward one all-gather of x and one reduce-scatter of x's gradient. With chunks, one of each for every
-    chunk: see `weft.overlap`.
+    x is this rank's torch.chunk shard along `gather_dim`, any dim but the last, whose unsharded size is `dim_size`;
+    without `dim_size` all shards must have equal sizes. weight `[f, d]`, bias `[f]`. Saves only the shard of x. One
+    all-gather forward. Backward one all-gather of x and one reduce-scatter of x's gradient. With chunks, one of each
+    for every chunk: see `weft.overlap`.
     """
     return torch.ops.weft.all_gather_linear(
         x, weight, bias, gather_dim=gather_dim, group_name=group_name, dim_size=dim_size
@@ -114,10 +120,11 @@ def sharded_linear(
 ) -> Tensor:
     """x weightᵀ + bias with each rank's own x and a weight sharded over the group: `[..., d]` -> `[..., out]`.
 
-    weight `[v, d]` and bias `[v]` are this rank's torch.chunk shards of `out_features` rows; without it all shards must
-    have equal sizes. Each shard of the weight is broadcast, multiplied and freed in turn: two shards at a time exist
-    beside this rank's own. Gradients of weight and bias are summed over the group. One broadcast per shard forward; one
-    broadcast and one reduce per shard backward; the bias adds one all-gather and one reduce-scatter.
+    weight `[n, d]` and bias `[n]` are this rank's torch.chunk shards of `out_features` rows; without `out_features` all
+    shards must have equal sizes. Each shard of the weight is broadcast, multiplied and freed in turn: at most two
+    shards exist beside this rank's own. Gradients of weight and bias are summed over the group. Forward, one broadcast
+    of each shard. Backward, one broadcast of each shard for x's gradient and one reduce of each shard's gradient. The
+    bias adds one all-gather forward and one reduce-scatter backward.
     """
     return torch.ops.weft.sharded_linear(x, weight, bias, group_name=group_name, out_features=out_features)
 
@@ -128,7 +135,7 @@ def vocab_parallel_embedding(
     """Rows of a table whose rows are sharded: ids `[...]` (int64, int32; global) -> `[..., d]`.
 
     weight `[v, d]` holds the rows from vocab_start on. One all-reduce forward. With `vocab_size`, CPU ids outside
-    `[0, vocab_size)` raise IndexError; without it they give zeros.
+    `[0, vocab_size)` raise IndexError; without it, and on CUDA, they give zeros.
     """
     return torch.ops.weft.vocab_parallel_embedding(
         input, weight, vocab_start, group_name=group_name, vocab_size=vocab_size
@@ -149,9 +156,10 @@ def vocab_parallel_cross_entropy(
     """F.cross_entropy with classes sharded over the group: logits `[..., v]` of the classes from vocab_start on.
 
     target `[...]` (int64, int32; global) -> a loss, `[]` or `[...]`, in float32 (float64 for float64 logits).
-    `vocab_size` is the number of classes of all ranks (without it all ranks must have equally many); with it CPU
-    targets outside of it raise IndexError. One all-gather of four numbers per token forward, none backward. The logits
-    and two numbers per token are saved; the gradient of the logits is the only tensor of their size that is created.
+    `vocab_size` is the number of classes of all ranks; without it all ranks must have the same number of classes. With
+    it, CPU targets outside `[0, vocab_size)` other than `ignore_index` raise IndexError. One all-gather of four numbers
+    per token forward, none backward. Saves the logits and two numbers per token; the gradient of the logits is the only
+    tensor of their size that is created.
     """
     return torch.ops.weft.vocab_parallel_cross_entropy(
         logits,
@@ -180,8 +188,8 @@ def vocab_parallel_linear_cross_entropy(
     """vocab_parallel_cross_entropy of the logits x weightᵀ, which are materialized for one chunk of tokens at a time.
 
     x `[..., d]`, weight `[v, d]`, this rank's rows of the output matrix. One all-gather of four numbers per token
-    forward, one all-reduce of x's gradient backward, which recomputes the logits. x and two numbers per token are
-    saved.
+    forward, one all-reduce of x's gradient backward. The backward recomputes the logits. Saves x and two numbers per
+    token.
     """
     return torch.ops.weft.vocab_parallel_linear_cross_entropy(
         x,
@@ -201,8 +209,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, group_name: str, eps: f
 
     `group_name` is the group over which the tokens of x are sharded: weight is replicated on every rank, and its
     gradient is summed over the group in one all-reduce backward. "" if every rank has all tokens: then there is no
-    communication. Half types are computed in float32, with a weight of their own dtype or of float32. x and one number
-    per token are saved.
+    communication. Half types are computed in float32, with a weight of their own dtype or of float32. Saves x and one
+    number per token.
     """
     return torch.ops.weft.rms_norm(x, weight, group_name=group_name, eps=eps)
 
@@ -212,7 +220,7 @@ def layer_norm(
 ) -> Tensor:
     """The layer norm of x over its last dim, times weight, plus bias; otherwise like `rms_norm`.
 
-    The gradients of weight and bias are summed together, in one all-reduce. Two numbers per token are saved.
+    The gradients of weight and bias are summed together, in one all-reduce. Saves x and two numbers per token.
     """
     return torch.ops.weft.layer_norm(x, weight, bias, group_name=group_name, eps=eps)
 
@@ -222,7 +230,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual) in one pass over memory: a residual add fused with the norm that follows.
 
-    The sum, in the dtype of x and residual, is saved. Under autocast both are promoted to a common dtype.
+    Saves the sum instead of x, in the dtype of x and residual. Under autocast both are promoted to a common dtype.
     """
     return torch.ops.weft.add_rms_norm(x, residual, weight, group_name=group_name, eps=eps)
 
@@ -306,13 +314,14 @@ def all_to_all(x: Tensor, split_dim: int, cat_dim: int, group_name: str, *, cat_
 def pipeline_send(tensors: list[Tensor], peer: int, channel: int, group_name: str) -> Tensor:
     """Send tensors to rank `peer` of the group on a channel, 0 to 1022; returns a token, of shape `[0]`.
 
-    Tensors of any dtype and shape. Several messages may be in flight. The n-th send on a channel
-    meets the peer's n-th `pipeline_recv` on it. Do not change the tensors until `pipeline_wait(token)` returns or their
-    gradients have arrived. The token's backward waits for the gradients of those that require one: attach it to the
-    loss with `join`.
+    Tensors of any dtype and shape. Several messages may be in flight. The n-th send on a channel matches the peer's
+    n-th `pipeline_recv` on it. Do not change the tensors until `pipeline_wait(token)` returns or their gradients have
+    arrived. The token's backward receives the gradients of the tensors that require one: connect the token to the loss
+    with `join`. Messages are not supported under torch.compile and torch.export.
 
     Raises:
-        CollectiveMismatchError: on both ranks, in the waiting call, if shapes, dtypes or requires_grad differ.
+        CollectiveMismatchError: on both ranks, in the waiting call, if the number, shapes, dtypes or requires_grad of
+            the tensors differ.
     """
     return torch.ops.weft.pipeline_send(tensors, peer, channel, group_name)
 
@@ -329,16 +338,22 @@ def pipeline_recv(like: list[Tensor], peer: int, channel: int, group_name: str) 
 def pipeline_wait(token: Tensor) -> list[Tensor]:
     """Return the tensors of a `pipeline_recv`, once per token; their backward sends the gradients, in one message.
 
-    For the token of a `pipeline_send` it returns an empty list, as soon as the sent tensors may be changed.
+    For the token of a `pipeline_send`, returns an empty list as soon as the caller may change the sent tensors.
     """
     return torch.ops.weft.pipeline_wait(token)
 
 
 def pipeline_flush(group_name: str) -> None:
-    """Wait until all sends of this rank in the group have completed: at the end of a step, before the group ends."""
+    """Wait until all sends of this rank in the group have completed.
+
+    Call it at the end of each step and before the group is destroyed.
+    """
     torch.ops.weft.pipeline_flush(group_name)
 
 
 def join(x: Tensor, tokens: list[Tensor]) -> Tensor:
-    """Return x; its backward also reaches the tokens of `pipeline_send`. A stage without a loss passes a zero for x."""
+    """Return x with an autograd edge to tokens of `pipeline_send`: its backward receives the sent tensors' gradients.
+
+    A stage that computes no loss passes a zero tensor as x, and calls backward on the result.
+    """
     return torch.ops.weft.join(x, tokens)

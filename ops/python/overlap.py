@@ -2,10 +2,11 @@
 
     WEFT_OVERLAP=auto|always|never python train.py       # or weft.overlap.set_mode(...)
 
-`auto`, the default, measures: the first 34 calls of an operator on a kind of shape run both variants, in pairs of
-random order, of which the first is a warm-up. The ranks then agree on the faster variant. The choice, and with it the
-last digits of a result, may differ from run to run. `torch.use_deterministic_algorithms(True)` disables measuring. A
-saved table makes it unnecessary:
+`auto`, the default, measures. The first 34 calls of an operator on a kind of shape (see `Choice`) form 17 pairs, each
+of one chunked and one unchunked call, in random order; the first pair is a warm-up. The ranks then agree on chunks if
+chunked calls are at least 5 % faster on every rank. The choice, and with it the last digits of a result, may differ
+from run to run. `torch.use_deterministic_algorithms(True)` disables the measurement. A saved table makes it
+unnecessary:
 
     weft.overlap.save("overlap.json")                    # at the end of a run, on one rank
     WEFT_OVERLAP_TABLE=overlap.json python train.py      # on all ranks, or weft.overlap.load(...)
@@ -31,19 +32,20 @@ Mode = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice for all shapes that round up to the same powers of two.
+    """The choice for one kind of shape. A row is one position of the sequence, with all batch entries.
 
     Attributes:
-        op: the operator; one with a backward of its own has two choices.
-        dtype: "float32" and the like.
+        op: the operator, such as "weft::all_gather_linear"; its backward, "weft::all_gather_linear backward", has a
+            choice of its own.
+        dtype: such as "float32".
         device: "cpu" or "cuda".
-        num_ranks: of the group.
-        num_rows: of the unsharded sequence, rounded up to a power of two.
-        row_bytes: of one row of the widest tensor that is communicated, also rounded up to a power of two: of the input
-            for a gather, of the output for a scatter.
+        num_ranks: the number of ranks of the group.
+        num_rows: rows of the unsharded sequence, rounded up to a power of two.
+        row_bytes: bytes of one row of the widest tensor that is communicated, also rounded up to a power of two: of the
+            input for a gather, of the output for a scatter.
         in_pieces: the choice: whether the sequence is chunked.
-        ratio: chunked time over unchunked time, for the rank and the weight with the largest ratio; 0 if it was not
-            measured, or no weight was used often enough.
+        ratio: chunked time over unchunked time, for the rank and the size of its weight with the largest ratio; 0 if it
+            was not measured, or no size of a weight occurred often enough.
     """
 
     op: str
@@ -76,7 +78,10 @@ def set_mode(mode: Mode) -> None:
 
 
 def table() -> list[Choice]:
-    """Return the loaded choices and those measured on this rank's groups; of several, the one of the largest ratio."""
+    """Return the loaded choices and those measured on this rank's groups.
+
+    If several groups measured one kind of shape, the choice with the largest ratio is returned.
+    """
     return [Choice(**entry) for entry in _overlap.table()]
 
 
@@ -85,14 +90,14 @@ def save(path: str | os.PathLike[str]) -> None:
     if not table():
         warnings.warn(
             "weft.overlap.save() has nothing to save: no operator was called often enough in the mode auto on a "
-            "sequence that is split into chunks.",
+            "sequence long enough for chunks.",
             stacklevel=2,
         )
     Path(path).write_text(json.dumps([asdict(choice) for choice in table()], indent=1) + "\n")
 
 
 def load(path: str | os.PathLike[str]) -> None:
-    """Load the choices that `save` has written, the same on all ranks, and discard what was measured.
+    """Load the choices that `save` has written, and discard those measured. All ranks must load the same choices.
 
     Raises:
         ValueError: the file holds something else.
@@ -101,7 +106,7 @@ def load(path: str | os.PathLike[str]) -> None:
 
 
 def clear() -> None:
-    """Discard measured and loaded choices, on all ranks: the next calls measure again."""
+    """Discard this rank's measured and loaded choices: the next calls measure again. All ranks must call it."""
     _overlap.set_table([])
 
 
@@ -118,22 +123,22 @@ _OPERATORS = frozenset(
 
 
 def _read(path: Path) -> list[Choice]:
-    wanted = f"weft: got {path}, which is no table of overlaps; pass a file that weft.overlap.save has written"
+    error_text = f"weft: got {path}, which is no table of overlaps; pass a file that weft.overlap.save has written"
     try:
         entries = json.loads(path.read_text())
     except ValueError as error:  # from the JSON or UTF-8 decoder
-        raise ValueError(f"{wanted} ({error}).") from None
+        raise ValueError(f"{error_text} ({error}).") from None
     names = [field.name for field in fields(Choice)]
     if not isinstance(entries, list) or any(not isinstance(each, dict) or set(each) != set(names) for each in entries):
-        raise ValueError(f"{wanted} (a list of objects with {', '.join(names)}).")
+        raise ValueError(f"{error_text} (a list of objects with {', '.join(names)}).")
     choices = [Choice(**entry) for entry in entries]
     for choice in choices:
         if name := _wrong_field(choice):
-            raise ValueError(f"{wanted} ({name} is {getattr(choice, name)!r}).")
+            raise ValueError(f"{error_text} ({name} is {getattr(choice, name)!r}).")
     kinds = [(each.op, each.dtype, each.device, each.num_ranks, each.num_rows, each.row_bytes) for each in choices]
     for kind in kinds:
         if kinds.count(kind) > 1:
-            raise ValueError(f"{wanted} (more than one choice for {kind}).")
+            raise ValueError(f"{error_text} (more than one choice for {kind}).")
     return choices
 
 
@@ -163,7 +168,7 @@ def apply_environment() -> None:
     """Apply WEFT_OVERLAP and WEFT_OVERLAP_TABLE.
 
     Raises:
-        ValueError: they contain something else than a mode, or name something else than a table.
+        ValueError: WEFT_OVERLAP is no mode, or WEFT_OVERLAP_TABLE names a file that is no table.
         OSError: the table cannot be read.
     """
     _overlap.mode()
@@ -173,5 +178,5 @@ def apply_environment() -> None:
         except OSError as error:
             raise type(error)(
                 f"weft: got WEFT_OVERLAP_TABLE={path}, which cannot be read ({error.strerror}); set it to a file that "
-                "weft.overlap.save has written, or leave it away."
+                "weft.overlap.save has written, or unset it."
             ) from None

@@ -4,9 +4,9 @@ Without a link the tensors of a message are copied through host memory on both s
 between two ranks of a group, one per direction (NCCL on CUDA): their sends and receives wait for each other only on the
 device. Each message is announced over the group's backend for CPU tensors, with shapes and dtypes only if they are new.
 
-A send completes when the peer has requested it, in one of its waits. A device synchronisation on both ranks before that
-(`torch.cuda.synchronize`, an allocator that must free memory first, CUDA_LAUNCH_BLOCKING=1) deadlocks until NCCL's
-watchdog ends the process.
+A send is in flight until the peer waits for its message or for a later one. A device synchronisation on both ranks
+while a send is in flight (`torch.cuda.synchronize`, an allocator that must free memory first, CUDA_LAUNCH_BLOCKING=1)
+deadlocks until NCCL's watchdog ends the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["link", "unlink"]
 Transport = Callable[[dist.Store, int, int, timedelta], Backend]
 
 # The number of times that each peer was linked: each link needs new store keys, because old backends leave keys there.
-_times: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
+_num_links: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
 
 
 def link(
@@ -43,9 +43,10 @@ def link(
 ) -> None:
     """Let messages with these peers go from device to device if all their tensors are on `device`.
 
-    Both ranks of a pair call it before they exchange messages, each with the other among its peers and with a device of
-    its own; it blocks until both have called. Other messages still go through host memory. Peers stay linked. All ranks
-    must link groups that have ranks in common in the same order.
+    Both ranks of a pair call `link` before they exchange messages, each with the other rank among its peers and with
+    its own device; the call blocks until both have called. Messages with tensors on other devices still go through host
+    memory. Peers stay linked until `unlink`. If groups have ranks in common, all ranks must link them in the same
+    order.
 
     Args:
         group: with a backend for CPU tensors, such as "cpu:weft,cuda:nccl".
@@ -57,7 +58,7 @@ def link(
 
     Raises:
         ValueError: a group without a backend for CPU tensors, a peer that is not another rank of the group, a device
-            without an index, NCCL for tensors of other devices, or another device than a peer is linked for.
+            without an index, no `transport` for a device other than CUDA, or a peer that is linked for another device.
     """
     own_rank, wanted = group.rank(), sorted(set(peers))
     if device.type != "cpu" and device.index is None:
@@ -70,7 +71,7 @@ def link(
             raise ValueError(
                 f"weft: rank {own_rank} is linked to rank {peer} for {other} and got {device}; unlink the group first."
             )
-    # Each pair waits for its two ranks: all ranks link in the same order, so that there are no circular waits.
+    # Linking a pair blocks until both ranks do it: all ranks link in the same order, so that waits form no cycle.
     for peer in sorted(wanted, key=lambda peer: (min(own_rank, peer), max(own_rank, peer))):
         if linked[peer] is None:
             _link(group, peer, device, transport, timeout)
@@ -79,12 +80,12 @@ def link(
 def _link(
     group: dist.ProcessGroup, peer: int, device: torch.device, transport: Transport | None, timeout: timedelta
 ) -> None:
-    times = _times.setdefault(group, Counter())
+    num_links = _num_links.setdefault(group, Counter())
     low, high = sorted((group.rank(), peer))
 
     def make(rank: int, towards: int) -> Backend:
-        times[peer] += int(towards == 0)  # once per pair; a link that fails also leaves keys in the store
-        name = f"weft link {times[peer]} {group.group_name}/{low}-{high}/{towards}"
+        num_links[peer] += int(towards == 0)  # once per pair; a link that fails also leaves keys in the store
+        name = f"weft link {num_links[peer]} {group.group_name}/{low}-{high}/{towards}"
         store = dist.PrefixStore(name, _get_process_group_store(group))
         ranks = [dist.get_global_rank(group, each) for each in (low, high)]
         return (transport or functools.partial(_nccl, name, ranks))(store, rank, 2, timeout)
@@ -101,8 +102,9 @@ def _nccl(name: str, ranks: list[int], store: dist.Store, rank: int, size: int, 
 
 
 def unlink(group: dist.ProcessGroup) -> None:
-    """End all links of this rank in the group, after the last message was waited for and before the group is destroyed.
+    """End all links of this rank in the group; does nothing if there are none.
 
-    The peers must call it, too: NCCL waits for operations in flight. Does nothing if there are no links.
+    This rank and its linked peers must all call it, after they have waited for the last message and before the group is
+    destroyed: NCCL waits for operations in flight.
     """
     _collectives.unlink_pipeline(group)

@@ -9,8 +9,8 @@ namespace weft::ops {
 
 namespace {
 
-// Parts of the error that the backend raises for different sizes. They name a possible cause: that
-// another rank does not use chunks.
+// The names of the collectives in the backend's errors. They include a possible cause of an error
+// about different sizes: another rank does not use chunks.
 constexpr std::string_view kGatherChunk =
     "all-gather of a chunk (WEFT_OVERLAP and WEFT_OVERLAP_TABLE must be equal on all ranks)";
 constexpr std::string_view kScatterChunk =
@@ -48,22 +48,23 @@ std::int64_t ChunkedSequence::num_chunks() const {
 }
 
 std::int64_t ChunkedSequence::max_rows_per_rank(std::int64_t chunk) const {
-  return std::min(rows_per_chunk_, max_shard_size_ - first_of(chunk));
+  return std::min(rows_per_chunk_, max_shard_size_ - first_row_in_shard(chunk));
 }
 
 std::int64_t ChunkedSequence::rows_on(int rank, std::int64_t chunk) const {
   const auto own = shard_size(dim_size_, {group_->getSize(), rank}).expect_int();
-  return std::clamp<std::int64_t>(own - first_of(chunk), 0, max_rows_per_rank(chunk));
+  return std::clamp<std::int64_t>(own - first_row_in_shard(chunk), 0, max_rows_per_rank(chunk));
 }
 
-ChunkedSequence::Gathered ChunkedSequence::start_gather(std::int64_t chunk) const {
-  Gathered result;
+ChunkedSequence::GatheredChunk ChunkedSequence::start_gather(std::int64_t chunk) const {
+  GatheredChunk result;
   const auto rows = max_rows_per_rank(chunk);
   const auto own_rows = rows_on(group_->getRank(), chunk);
   for (const auto& shard : shards_) {
-    auto own = own_rows > 0 ? shard.narrow(0, first_of(chunk), own_rows) : shard.narrow(0, 0, 0);
-    auto [full, work] = start_gather_rows(op_, kGatherChunk, own, rows, group_);
-    result.full.push_back(std::move(full));
+    auto own =
+        own_rows > 0 ? shard.narrow(0, first_row_in_shard(chunk), own_rows) : shard.narrow(0, 0, 0);
+    auto [input, work] = start_gather_rows(op_, kGatherChunk, own, rows, group_);
+    result.inputs.push_back(std::move(input));
     result.works.push_back(std::move(work));
   }
   return result;
@@ -79,7 +80,7 @@ void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
   auto next = start_gather(0);
   for (std::int64_t chunk = 0; chunk < num_chunks(); ++chunk) {
     auto current = std::move(next);
-    next = chunk + 1 < num_chunks() ? start_gather(chunk + 1) : Gathered();
+    next = chunk + 1 < num_chunks() ? start_gather(chunk + 1) : GatheredChunk();
     for (auto& work : current.works) {
       work.wait();
     }
@@ -94,13 +95,13 @@ void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
       if (num_rows == 0) {
         continue;
       }
-      ChunkRows rank_rows{max_shard_size_ * rank + first_of(chunk), num_rows, {}, {}};
+      ChunkRows rank_rows{max_shard_size_ * rank + first_row_in_shard(chunk), num_rows, {}, {}};
       for (std::size_t i = 0; i < shards_.size(); ++i) {
-        // Read this rank's own rows from its shard, which is as likely to be cached as the gathered
-        // copy and leaves more of the cache to other data.
+        // Read this rank's own rows from its shard and not from the gathered copy, which then takes
+        // up no cache.
         rank_rows.gathered.push_back(rank == group_->getRank()
-                                         ? shards_[i].narrow(0, first_of(chunk), num_rows)
-                                         : current.full[i].narrow(0, begin, num_rows));
+                                         ? shards_[i].narrow(0, first_row_in_shard(chunk), num_rows)
+                                         : current.inputs[i].narrow(0, begin, num_rows));
       }
       if (output.defined()) {
         rank_rows.output = output.narrow(0, begin, num_rows);
@@ -110,7 +111,7 @@ void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
     if (output.defined()) {
       scattering.wait();
       scattering = start_scatter_rows(
-          op_, kScatterChunk, output, sum_.narrow(0, first_of(chunk), rows), group_);
+          op_, kScatterChunk, output, sum_.narrow(0, first_row_in_shard(chunk), rows), group_);
     }
   }
   scattering.wait();

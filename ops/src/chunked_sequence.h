@@ -3,8 +3,8 @@
 // Overlaps the communication of a sequence with computation. The sequence is sharded over the group
 // along its first dim; chunk i consists of rows [i * rows_per_chunk, (i + 1) * rows_per_chunk) of
 // every rank's shard. While chunk i is computed, the all-gather of the inputs of chunk i + 1 and
-// the reduce-scatter of the outputs of chunk i - 1 are in flight. A rank never holds the full
-// sequence: at most two chunks of each tensor that is gathered or scattered.
+// the reduce-scatter of the outputs of chunk i - 1 are in flight. A rank holds at most two chunks
+// of each tensor that is gathered or scattered at a time, besides its own shards.
 //
 //   ChunkedSequence chunks(op, group, dim_size, rows_per_chunk);
 //   chunks.add_input(x);
@@ -28,11 +28,12 @@ struct ChunkRows {
   at::Tensor output;                 // [num_rows, ...], to fill; undefined without set_output()
 };
 
-// The sequence is the first dim of all tensors. dim_size and rows_per_chunk determine the order of
+// The sequence is the first dim of all tensors. dim_size, the rows of the full sequence, and
+// rows_per_chunk, the rows of each rank's shard in a chunk, determine the sizes and the order of
 // the collectives and must be equal on all ranks.
 class ChunkedSequence {
  public:
-  // REQUIRES: a group, dim_size > 0, rows_per_chunk > 0.
+  // REQUIRES: group is not null, dim_size > 0, rows_per_chunk > 0.
   ChunkedSequence(std::string_view op,
                   ProcessGroupPtr group,
                   std::int64_t dim_size,
@@ -40,10 +41,11 @@ class ChunkedSequence {
 
   // Adds a sequence to gather: `shard` is this rank's shard of it, [own rows, ...], contiguous.
   void add_input(at::Tensor shard);
-  // Adds a sequence to reduce-scatter; its rows have `row_sizes`. Call it at most once.
+  // Adds the sequence to reduce-scatter; each of its rows has the shape `row_sizes`. Call it at
+  // most once.
   void set_output(at::IntArrayRef row_sizes, const at::TensorOptions& options);
 
-  // Calls `step` for each chunk and each rank that has rows in it.
+  // Calls `step` for each chunk and each rank that has rows in the chunk.
   void run(const std::function<void(const ChunkRows&)>& step);
 
   // Returns this rank's shard of the reduced output, [own rows, ...], contiguous. Call it once,
@@ -51,17 +53,19 @@ class ChunkedSequence {
   at::Tensor take_output();
 
  private:
-  struct Gathered {
-    std::vector<at::Tensor> full;  // [ranks * rows, ...] of each input
+  struct GatheredChunk {
+    std::vector<at::Tensor> inputs;  // [ranks * max_rows_per_rank(chunk), ...] each
     std::vector<PendingCollective> works;
   };
 
   std::int64_t num_chunks() const;
-  std::int64_t first_of(std::int64_t chunk) const { return chunk * rows_per_chunk_; }
+  // The index of the chunk's first row in each rank's shard.
+  std::int64_t first_row_in_shard(std::int64_t chunk) const { return chunk * rows_per_chunk_; }
   std::int64_t max_rows_per_rank(std::int64_t chunk) const;
-  // The number of rows of `chunk` on `rank`; fewer than the maximum where its shard ends.
+  // The number of rows of `chunk` on `rank`: less than the maximum, or 0, where the shard has
+  // ended.
   std::int64_t rows_on(int rank, std::int64_t chunk) const;
-  Gathered start_gather(std::int64_t chunk) const;
+  GatheredChunk start_gather(std::int64_t chunk) const;
   at::Tensor output_buffer(std::int64_t chunk) const;
 
   const std::string_view op_;
@@ -70,7 +74,7 @@ class ChunkedSequence {
   const std::int64_t max_shard_size_;
   const std::int64_t rows_per_chunk_;
   std::vector<at::Tensor> shards_;
-  at::Tensor sum_;  // [max_shard_size_, ...]; undefined without set_output()
+  at::Tensor sum_;  // this rank's output, [max_shard_size_, ...]; undefined without set_output()
 };
 
 }  // namespace weft::ops

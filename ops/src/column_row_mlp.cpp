@@ -1,5 +1,5 @@
-// Device and Meta kernels of column_row_mlp: local matrix products, one all-reduce, then the row
-// bias. With sequence parallelism, the input is all-gathered and the output is reduce-scattered
+// Device and Meta kernels of column_row_mlp: local matrix products, one all-reduce, then the bias
+// b2. With sequence parallelism, the input is all-gathered and the output is reduce-scattered
 // instead of all-reduced.
 
 #include "column_row_mlp.h"
@@ -42,8 +42,8 @@ constexpr std::string_view kOp = "weft::column_row_mlp";
 
 // The checked arguments of a call.
 struct Call {
-  ProcessGroupPtr group;             // null for one rank
-  std::optional<Sequence> sequence;  // unset without a group
+  ProcessGroupPtr group;               // null for one rank
+  std::optional<ShardedDim> sequence;  // nullopt without a group, too
   std::string_view activation;
 };
 
@@ -60,7 +60,7 @@ Call checked_call(const at::Tensor& x,
                   const std::optional<c10::SymInt>& sequence_size) {
   column_row_mlp_shape(x, w1, w2, w3, b1, b2, b3, activation);
   Call call{resolve_group(kOp, std::string(group_name)), std::nullopt, activation};
-  const auto sequence = mlp_sequence(x, sequence_dim, sequence_size, rank_in(call.group));
+  const auto sequence = mlp_sequence_dim(x, sequence_dim, sequence_size, rank_in(call.group));
   if (call.group) {
     call.sequence = sequence;
   }
@@ -81,7 +81,7 @@ struct Result {
   at::Tensor h1, h3;  // undefined unless requested; no h3 without w3
 };
 
-// Returns x gathered along the sequence.
+// Returns x, gathered if the sequence is sharded.
 at::Tensor gathered_input(const at::Tensor& x, const Call& call) {
   if (!call.sequence.has_value()) {
     return x;
@@ -90,7 +90,7 @@ at::Tensor gathered_input(const at::Tensor& x, const Call& call) {
   return all_gather(kOp, x, dim, size.expect_int(), call.group);
 }
 
-// Returns h w2ᵀ summed over the group, + b2; this rank's shard of it with a sequence.
+// Returns h w2ᵀ summed over the group, + b2; if the sequence is sharded, this rank's shard of it.
 at::Tensor row_half(const at::Tensor& h,
                     const at::Tensor& w2,
                     const OptionalTensor& b2,
@@ -119,14 +119,15 @@ Result run_unchunked(const at::Tensor& x, const Weights& w, const Call& call, bo
   return result;
 }
 
-// Never holds x, h or the products with w2 for the full sequence; h1 and h3 only if they are saved.
+// Holds at most two chunks of the gathered x and of the products with w2, and h for the rows of one
+// rank in one chunk. Full h1 and h3 exist only if they are saved.
 Result run_chunked(const at::Tensor& x,
                    const Weights& w,
                    const Call& call,
                    bool saves_hidden,
                    std::int64_t rows_per_chunk) {
   const auto dim = call.sequence->dim;
-  const auto size = call.sequence->size.expect_int();
+  const auto size = call.sequence->full_size.expect_int();
   Result result;
   at::Tensor h1_rows, h3_rows;
   if (saves_hidden) {
@@ -213,12 +214,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
   return {y, h1, h3.defined() ? h3 : at::empty({0}, x.options())};
 }
 
-std::optional<Sequence> sequence_of(const at::Tensor& x,
-                                    std::string_view group_name,
-                                    const std::optional<std::int64_t>& sequence_dim,
-                                    const std::optional<c10::SymInt>& sequence_size) {
+std::optional<ShardedDim> sequence_of(const at::Tensor& x,
+                                      std::string_view group_name,
+                                      const std::optional<std::int64_t>& sequence_dim,
+                                      const std::optional<c10::SymInt>& sequence_size) {
   const auto group_rank = rank_in(kOp, group_name);
-  return mlp_sequence(x, sequence_dim, sequence_size, group_rank);
+  return mlp_sequence_dim(x, sequence_dim, sequence_size, group_rank);
 }
 
 at::Tensor column_row_mlp_meta(const at::Tensor& x,
@@ -254,7 +255,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving_meta(
   c10::SymDimVector hidden(x.sym_sizes().begin(), x.sym_sizes().end());
   hidden.back() = w1.sym_size(0);
   if (const auto sequence = sequence_of(x, group_name, sequence_dim, sequence_size)) {
-    hidden[static_cast<std::size_t>(sequence->dim)] = sequence->size;
+    hidden[static_cast<std::size_t>(sequence->dim)] = sequence->full_size;
   }
   return {y,
           at::empty_symint(hidden, x.options()),
@@ -268,7 +269,8 @@ void register_kernels(torch::Library& m) {
 
 }  // namespace
 
-// The same kernel for all devices: products, activations and collectives dispatch on their own.
+// All devices use the same kernels: the products, activations and collectives that they call
+// dispatch by device.
 TORCH_LIBRARY_IMPL(weft, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, Meta, m) {

@@ -10,17 +10,18 @@
 //                       while the all-reduce is in flight
 //              InputGradient:  waits for the all-reduce; it is the oldest node, so it runs last
 //
-// Saved: x (by both Column nodes), h1 and h3 (by Row). With `recompute`, Row saves x instead of h1
-// and h3.
+// Saved besides the weights: x (by both Column nodes), h1 and h3 (by Row). With `recompute`, Row
+// saves x instead of h1 and h3.
 //
-// With a sharded sequence, Row saves this rank's shard of x for all nodes. Its backward gathers
-// grad_y, starts to gather x again for the Column nodes, and starts to reduce-scatter grad_x, which
-// InputGradient waits for. When traced, all communication goes through registered operators called
-// below autograd, in program order, so that compile and export see it; the all-reduce is
-// weft::reduce_from_group.
+// With a sharded sequence, Row saves this rank's shard of x for all nodes. Row's backward gathers
+// grad_y, starts to gather x again for the Column nodes (and with `recompute` for itself), and
+// starts to reduce-scatter grad_x, which InputGradient waits for.
 //
-// A WeightSink may take the gradients of weights: then Row and Column pass it the two factors in
-// place of their product.
+// When traced, all communication goes through registered operators called below autograd, in
+// program order, so that compile and export see it; the all-reduce is weft::reduce_from_group.
+//
+// A WeightSink may take the gradients of weights: Row and Column then pass it the two factors of a
+// gradient and do not compute their product.
 
 #include "autograd_support.h"
 #include "column_row_mlp.h"
@@ -51,12 +52,13 @@ enum Weight : std::uint8_t { kW1, kW2, kW3 };
 // The state that the nodes of one call share: the collectives that Row's backward starts and other
 // nodes wait for, and the weights whose gradients a sink may take.
 struct SharedState : torch::CustomClassHolder {
-  SunkWeights weights;
+  SinkableWeights weights;
   PendingCollective all_reduce;  // of grad_x, in place
-  // With a sharded sequence: grad_x, and the gathered x, which is freed after `num_readers` reads.
+  // With a sharded sequence: this rank's shard of grad_x, and x, which is gathered again and freed
+  // after `num_readers` more reads.
   std::optional<PendingTensor> grad_x;
-  std::optional<PendingTensor> gathered_x;
-  at::Tensor full_x;
+  std::optional<PendingTensor> gathered_x;  // in flight
+  at::Tensor full_x;                        // gathered
   int num_readers = 0;
 
   at::Tensor read_x() {
@@ -83,13 +85,13 @@ SharedState& shared_of(AutogradContext* ctx) {
 }
 
 // Returns the gradient of a weight; undefined if this backward does not need it, or if a sink has
-// used it. `input`: the weight's place among the inputs of the node.
+// used it. `input_idx`: the weight's position among the inputs of the node.
 at::Tensor required_weight_grad(AutogradContext* ctx,
-                                std::size_t input,
+                                std::size_t input_idx,
                                 Weight index,
                                 const at::Tensor& grad,
                                 const at::Tensor& x) {
-  if (!ctx->needs_input_grad(input) || shared_of(ctx).weights.take(index, grad, x)) {
+  if (!ctx->needs_input_grad(input_idx) || shared_of(ctx).weights.take(index, grad, x)) {
     return {};
   }
   return weight_grad(grad, x);
@@ -115,12 +117,13 @@ class InputGradient : public torch::autograd::Function<InputGradient> {
   }
 };
 
-// Tensors that a node only saves or returns. They are not its inputs, so they get no gradients.
+// What a Column node saves or returns without a gradient: autograd does not see the tensors in here
+// as inputs of the node.
 struct ColumnValues {
   at::Tensor x;  // undefined with a sharded sequence: `shared` has it
-  at::Tensor h;  // x weightᵀ + bias; the node only computes the gradients of weight and bias
+  at::Tensor h;  // x weightᵀ + bias, the node's output
   SharedStatePtr shared;
-  bool requires_grad;  // weight requires a gradient, so the backward reads x
+  bool weight_requires_grad;  // then the backward reads x
   Weight index;
 };
 
@@ -133,7 +136,7 @@ class Column : public torch::autograd::Function<Column> {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({values.x});
     ctx->saved_data["shared"] = to_ivalue(values.shared);
-    ctx->saved_data["requires_grad"] = values.requires_grad;
+    ctx->saved_data["weight_requires_grad"] = values.weight_requires_grad;
     ctx->saved_data["index"] = static_cast<std::int64_t>(values.index);
     ctx->saved_data["has_bias"] = bias.has_value();
     return values.h.detach();
@@ -144,8 +147,8 @@ class Column : public torch::autograd::Function<Column> {
       return variable_list(3);
     }
     auto x = ctx->get_saved_variables()[0];
-    // Row counts this read by the weight's requires_grad, whichever gradients this backward needs.
-    if (!x.defined() && ctx->saved_data.at("requires_grad").toBool()) {
+    // Read x even if this backward does not need the weight's gradient: Row has counted the read.
+    if (!x.defined() && ctx->saved_data.at("weight_requires_grad").toBool()) {
       x = shared_of(ctx).read_x();
     }
     const bool needs_bias = ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(1);
@@ -155,16 +158,17 @@ class Column : public torch::autograd::Function<Column> {
   }
 };
 
+// The same for the Row node.
 struct RowValues {
-  at::Tensor y;               // the result
-  at::Tensor x_shard;         // this rank's shard, with a sharded sequence
+  at::Tensor y;               // the node's output
+  at::Tensor x_shard;         // this rank's shard; undefined without a sharded sequence
   at::Tensor w1, w3, b1, b3;  // undefined if absent
   std::string activation;
   std::string group_name;
   SharedStatePtr shared;
   bool recompute;
-  std::optional<Sequence> sequence;
-  bool w1_requires_grad, w3_requires_grad;  // require a gradient, so the backward reads x
+  std::optional<ShardedDim> sequence;
+  bool w1_requires_grad, w3_requires_grad;  // then the backward of its Column node reads x
 };
 
 class Row : public torch::autograd::Function<Row> {
@@ -177,6 +181,7 @@ class Row : public torch::autograd::Function<Row> {
                             const OptionalTensor& h3,
                             const OptionalTensor& b2,
                             const RowValues& values) {
+    // Saved tensors 0 and 1 differ: h1 and h3, or x and none. 2 to 7: w1, w2, w3, b1, b3, x_shard.
     const at::Tensor none;
     const auto& x_shard = values.x_shard;
     if (values.recompute) {
@@ -189,7 +194,7 @@ class Row : public torch::autograd::Function<Row> {
     }
     if (values.sequence.has_value()) {
       ctx->saved_data["sequence_dim"] = values.sequence->dim;
-      ctx->saved_data["sequence_size"] = values.sequence->size;
+      ctx->saved_data["sequence_size"] = values.sequence->full_size;
       ctx->saved_data["w1_requires_grad"] = values.w1_requires_grad;
       ctx->saved_data["w3_requires_grad"] = values.w3_requires_grad;
     }
@@ -247,7 +252,7 @@ class Row : public torch::autograd::Function<Row> {
   static bool has_sequence(AutogradContext* ctx) {
     return ctx->saved_data.count("sequence_dim") != 0;
   }
-  static Sequence sequence_of(AutogradContext* ctx) {
+  static ShardedDim sequence_of(AutogradContext* ctx) {
     return {ctx->saved_data.at("sequence_dim").toInt(),
             ctx->saved_data.at("sequence_size").toSymInt()};
   }
@@ -304,8 +309,8 @@ class Row : public torch::autograd::Function<Row> {
     return column_half(x, saved[2], optional(saved[4]), optional(saved[5]), optional(saved[6]));
   }
 
-  // Returns grad_x; its all-reduce is in flight in eager mode, and complete when traced or in
-  // anomaly mode, which reads it.
+  // Returns grad_x; with a sharded sequence, see scattered(). Otherwise, its all-reduce is in
+  // flight in eager mode, and complete when traced or in anomaly mode, which reads the tensor.
   static at::Tensor input_grad(AutogradContext* ctx,
                                const at::Tensor& grad_h1,
                                const at::Tensor& grad_h3,
@@ -329,8 +334,9 @@ class Row : public torch::autograd::Function<Row> {
     return grad_x;
   }
 
-  // Returns this rank's shard of the sum of grad_x. In eager mode, the reduce-scatter is in flight
-  // and the returned tensor is a placeholder of its shape; InputGradient returns the result.
+  // Returns this rank's shard of the sum of grad_x when traced or in anomaly mode. Otherwise, the
+  // reduce-scatter is in flight, and the returned tensor is a placeholder of the shard's shape;
+  // InputGradient returns the shard.
   static at::Tensor scattered(AutogradContext* ctx, const at::Tensor& grad_x) {
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
     const auto dim = sequence_of(ctx).dim;
@@ -350,8 +356,8 @@ at::Tensor detached(const OptionalTensor& tensor) {
   return tensor.has_value() ? tensor->detach() : at::Tensor();
 }
 
-// Returns h1 or h3 with the node that computes the gradients of weight and bias, if they require
-// any.
+// Returns h (h1 or h3) with a Column node, which computes the gradients of weight and bias; without
+// one if neither requires a gradient.
 at::Tensor attach(const at::Tensor& x,
                   const at::Tensor& weight,
                   const OptionalTensor& bias,
@@ -389,14 +395,14 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
         x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, sequence_size);
   }
   const auto group = resolve_group(kOp, std::string(group_name));
-  auto sequence = mlp_sequence(x, sequence_dim, sequence_size, rank_in(group));
+  auto sequence = mlp_sequence_dim(x, sequence_dim, sequence_size, rank_in(group));
   if (!group) {
     sequence.reset();
   }
   const auto shared = c10::make_intrusive<SharedState>();
-  shared->weights = SunkWeights(current_weight_sink(), w1, w2, w3.value_or(at::Tensor()));
+  shared->weights = SinkableWeights(current_weight_sink(), w1, w2, w3.value_or(at::Tensor()));
   const auto x_in = x.requires_grad() ? InputGradient::apply(x, shared) : x;
-  // With a sharded sequence, Row saves x.
+  // With a sharded sequence, Row saves x for the Column nodes.
   const auto x_value = sequence.has_value() ? at::Tensor() : x.detach();
   const auto h1_in = attach(x_value, w1, b1, h1, shared, kW1);
   const auto h3_in =

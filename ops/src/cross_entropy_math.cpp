@@ -33,26 +33,27 @@ TokenLosses combine_statistics(const at::Tensor& statistics,
                                const at::Tensor& target,
                                const LocalLossOptions& options) {
   const auto largest = statistics.select(2, 0);
-  const auto of_all = largest.amax(0);
-  const auto log_sum = statistics.select(2, 1).mul(largest.sub(of_all).exp_()).sum(0).log_();
+  const auto largest_of_all = largest.amax(0);
+  const auto log_sum =
+      statistics.select(2, 1).mul(largest.sub(largest_of_all).exp_()).sum(0).log_();
   // Subtract first: logits may be large while the loss is small.
-  auto losses = of_all.sub(statistics.select(2, 2).sum(0)).add_(log_sum);
+  auto losses = largest_of_all.sub(statistics.select(2, 2).sum(0)).add_(log_sum);
   if (const double smoothing = options.label_smoothing; smoothing != 0) {
     const auto mean = statistics.select(2, 3).sum(0).div_(static_cast<double>(options.num_classes));
-    losses.mul_(1 - smoothing).add_(of_all.sub(mean).add_(log_sum), smoothing);
+    losses.mul_(1 - smoothing).add_(largest_of_all.sub(mean).add_(log_sum), smoothing);
   }
   losses.masked_fill_(target.eq(options.ignore_index), 0);
-  return {losses, at::stack({of_all, log_sum})};
+  return {losses, at::stack({largest_of_all, log_sum})};
 }
 
-void write_gradient(const at::Tensor& gradient,
-                    const at::Tensor& grad,
+void write_gradient(const at::Tensor& grad_logits,
+                    const at::Tensor& grad_losses,
                     const at::Tensor& logits,
                     const at::Tensor& target,
                     const at::Tensor& normalizers,
                     const LocalLossOptions& options) {
-  dispatch::cross_entropy_gradient(gradient,
-                                   grad,
+  dispatch::cross_entropy_gradient(grad_logits,
+                                   grad_losses,
                                    logits,
                                    target,
                                    normalizers,

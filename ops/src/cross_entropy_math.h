@@ -1,9 +1,10 @@
 #pragma once
 
 // The local computations of a cross-entropy over a sharded vocabulary: each rank's statistics of
-// its own logits, the loss from the statistics of all ranks, and the gradient of the logits. All on
-// matrices [tokens, entries] and below autograd, in float32 (float64 for float64 logits), without
-// communication. kernels/ has the passes over the logits.
+// its own logits, the loss from the statistics of all ranks, and the gradient of the logits. All
+// functions work on matrices [tokens, v], where v is the number of this rank's classes, below
+// autograd, in float32 (float64 for float64 logits) and without communication. kernels/ has the
+// passes over the logits.
 //
 // Each rank has m, its largest logit, and s, the sum of exp(logit - m) over its shard. With M, the
 // largest m, the log-sum-exp over all ranks is M + log(sum of s exp(m - M)): Milakov and
@@ -19,13 +20,13 @@
 namespace weft::ops {
 
 struct LocalLossOptions {
-  std::int64_t vocab_start;   // the class of this rank's first entry
-  std::int64_t num_classes;   // of all ranks
+  std::int64_t vocab_start;   // this rank's first class
+  std::int64_t num_classes;   // of all ranks together
   std::int64_t ignore_index;  // targets of this value have no loss or gradient
   double label_smoothing;
 };
 
-// Returns the number of classes of all ranks; by default, all ranks have num_entries.
+// Returns the number of classes of all ranks together; by default, each rank has num_entries.
 inline std::int64_t classes_of(std::int64_t num_entries,
                                std::optional<std::int64_t> vocab_size,
                                const GroupRank& group_rank) {
@@ -35,7 +36,8 @@ inline std::int64_t classes_of(std::int64_t num_entries,
 // The dtype in which losses are computed.
 at::ScalarType loss_dtype(const at::Tensor& logits);
 
-// Returns the chunk size in tokens, at least 1, whose logits take at most `num_bytes`.
+// Returns the largest number of tokens, but at least 1, whose logits [tokens, num_entries] take at
+// most `num_bytes`.
 std::int64_t tokens_per_chunk(std::int64_t num_entries,
                               at::ScalarType dtype,
                               std::int64_t num_bytes);
@@ -59,10 +61,10 @@ TokenLosses combine_statistics(const at::Tensor& statistics,
                                const at::Tensor& target,
                                const LocalLossOptions& options);
 
-// Writes the gradient of logits to `gradient`, a contiguous tensor like logits, or logits itself.
-// grad [tokens] is the gradient of the losses.
-void write_gradient(const at::Tensor& gradient,
-                    const at::Tensor& grad,
+// Writes the gradient of logits to `grad_logits`, a contiguous tensor like logits, or logits
+// itself. grad_losses: [tokens].
+void write_gradient(const at::Tensor& grad_logits,
+                    const at::Tensor& grad_losses,
                     const at::Tensor& logits,
                     const at::Tensor& target,
                     const at::Tensor& normalizers,

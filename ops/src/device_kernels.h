@@ -22,7 +22,8 @@
 
 namespace weft::ops {
 
-// Returns `tensor`, or [0] if it is undefined: an operator's result that is absent or not wanted.
+// Returns `tensor`; if it is undefined, an empty tensor of shape [0], which stands for a result of
+// an operator that is absent or not wanted.
 inline at::Tensor or_empty_tensor(at::Tensor tensor, const at::Tensor& like) {
   return tensor.defined() ? std::move(tensor) : like.new_empty({0});
 }

@@ -2,7 +2,8 @@
 
 // Typed calls of weft's registered operators through the dispatcher. A call made below autograd
 // (under at::AutoDispatchBelowADInplaceOrView) reaches the device kernel, or the tracer where one
-// is active. The meaning of the arguments is with the schemas, in schema.cpp.
+// is active. <weft/ops/operators.h> describes the arguments, schema.cpp those of the operators with
+// a leading underscore.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>

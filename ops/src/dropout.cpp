@@ -1,5 +1,5 @@
-// Dropout by position in the full tensor: ranks that pass the same seed drop the same elements,
-// however the tensor is sharded. The mask is not saved; the backward generates it again.
+// Dropout by position in the full tensor: with equal seeds, the ranks of a sharded tensor drop the
+// elements that an unsharded call drops. The mask is not saved; the backward generates it again.
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -35,8 +35,8 @@ void check_dropout(const at::Tensor& x, const at::Tensor& seed, double p) {
       p >= 0 && p <= 1, kDropout, ": got p ", p, "; pass a probability, from 0 to 1.");
 }
 
-// Checks all but the seed's device. Returns the full size of the sharded dim, or x's number of
-// elements without a dim.
+// Checks all arguments except the seed's device. Returns the full size of the sharded dim, or x's
+// number of elements without a dim.
 c10::SymInt checked_size(const at::Tensor& x,
                          const at::Tensor& seed,
                          double p,
@@ -68,16 +68,16 @@ at::Tensor dropout(const at::Tensor& x,
                     ": got seed on ",
                     seed.device(),
                     "; pass it on the CPU, where it is read without waiting for the device.");
-  const auto number = seed.item().toLong();
+  const auto seed_value = seed.item().toLong();
   if (!dim.has_value()) {
-    return dispatch::dropout_of_shard(x, number, p, 1, full_size, 0, full_size);
+    return dispatch::dropout_of_shard(x, seed_value, p, 1, full_size, 0, full_size);
   }
   const auto sharded_dim = checked_dim(kDropout, x, *dim);
   const auto begin = std::min(
       group_rank.rank * max_shard_size(full_size, group_rank.num_ranks).expect_int(), full_size);
   const auto inner =
       c10::multiply_integers(x.sizes().slice(static_cast<std::size_t>(sharded_dim) + 1));
-  return dispatch::dropout_of_shard(x, number, p, inner, x.size(sharded_dim), begin, full_size);
+  return dispatch::dropout_of_shard(x, seed_value, p, inner, x.size(sharded_dim), begin, full_size);
 }
 
 at::Tensor dropout_meta(const at::Tensor& x,

@@ -20,8 +20,8 @@ namespace {
 
 constexpr std::string_view kAllReduce = "all-reduce";
 
-// Runs `step` and adds operator and rank to the errors of the backend. Exceptions of a backend
-// written in Python are not std::runtime_error and pass unchanged.
+// Runs `step` and adds operator, collective and rank to the errors of the backend. Exceptions of a
+// backend written in Python are not std::runtime_error and pass unchanged.
 template <typename Step>
 auto with_context(std::string_view op, std::string_view what, int rank, Step step) {
   const collectives::RaiseContext context(op, what, rank);
@@ -97,7 +97,7 @@ bool PendingCollective::has_failed() const {
 
 namespace {
 
-// `overlaps`: the caller computes before it waits.
+// `overlaps`: see PendingCollective.
 PendingCollective start(std::string_view op,
                         const at::Tensor& tensor,
                         const ProcessGroupPtr& group,

@@ -1,8 +1,8 @@
 #pragma once
 
-// Resolving one process group by name, and reducing over it. Every Work that is started here is
-// waited for here or by the holder of the returned PendingCollective, except pipeline messages of a
-// group that was destroyed.
+// Resolves a process group by its name, and reduces over it. The operators start all communication
+// as PendingCollective. Its holder waits for it, except for pipeline messages that are complete or
+// whose group was destroyed.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -21,7 +21,7 @@ using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 // rank. Errors: ValueError naming the operator `op` if no such group is registered in this process.
 ProcessGroupPtr resolve_group(std::string_view op, const std::string& group_name);
 
-// Whether the group has a backend for CPU tensors. REQUIRES: a group.
+// Whether the group has a backend for CPU tensors. REQUIRES: group is not null.
 bool has_cpu_backend(const ProcessGroupPtr& group);
 
 // Returns the sum over `group` of the tensors that `write` produces. `write` gets a contiguous
@@ -42,9 +42,10 @@ void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGro
 class PendingCollective {
  public:
   PendingCollective() = default;
-  // Calls `start`, with async_op set if `overlaps` (the caller computes before it waits) and the
-  // tensors are not on the CPU: there wait() drives the collective, and an asynchronous one would
-  // need a thread. `what` names the collective in errors.
+  // Calls `start`. `overlaps`: the caller computes before it waits. async_op is false for CPU
+  // tensors, whose collective wait() drives, as an asynchronous one would need a thread; for others
+  // it is `overlaps`. `what` names the collective in errors.
+  // REQUIRES: group is not null; `tensors` holds at least one tensor, all on one device.
   PendingCollective(std::string_view op,
                     std::string_view what,
                     const ProcessGroupPtr& group,
@@ -56,8 +57,9 @@ class PendingCollective {
   // Errors: those of the backend, with operator and rank added.
   void wait();
 
-  // Whether wait() would return or raise immediately; whether it would raise.
+  // Whether wait() would return or raise immediately.
   bool is_done() const;
+  // Whether wait() would raise immediately.
   bool has_failed() const;
 
  private:

@@ -11,7 +11,7 @@ namespace weft::ops {
 
 namespace {
 
-at::Tensor own_contiguous(const at::Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
+at::Tensor contiguous_copy(const at::Tensor& x) { return x.clone(at::MemoryFormat::Contiguous); }
 
 std::int64_t max_shard_size_of(std::int64_t size, const ProcessGroupPtr& group) {
   return max_shard_size(size, group->getSize()).expect_int();
@@ -101,7 +101,7 @@ PendingTensor gather(std::string_view op,
                      const ProcessGroupPtr& group,
                      bool overlaps) {
   if (!group) {
-    return PendingTensor(own_contiguous(x));
+    return PendingTensor(contiguous_copy(x));
   }
   const auto max_size = max_shard_size_of(dim_size, group);
   auto [result, work] = gather_rows(op, "all-gather", x.movedim(dim, 0), max_size, group, overlaps);
@@ -115,7 +115,7 @@ PendingTensor sum_and_scatter(std::string_view op,
                               const ProcessGroupPtr& group,
                               bool overlaps) {
   if (!group) {
-    return PendingTensor(own_contiguous(x));
+    return PendingTensor(contiguous_copy(x));
   }
   const auto max_size = max_shard_size_of(x.size(dim), group);
   auto full = padded(x.movedim(dim, 0), max_size * group->getSize());
@@ -238,12 +238,13 @@ at::Tensor all_to_all(std::string_view op,
                       std::int64_t cat_size,
                       const ProcessGroupPtr& group) {
   if (!group) {
-    return own_contiguous(x);
+    return contiguous_copy(x);
   }
   // With the split dim in front, the rows for each rank and from each rank are contiguous.
   auto input = x.movedim(split_dim, 0).contiguous();
   const auto cat_idx = cat_dim < split_dim ? cat_dim + 1 : cat_dim;
   const auto own_rows = size_on(x.size(split_dim), group->getRank(), group);
+  // The number of elements per entry of the split dim, if the cat dim has `cat_shard_size` entries.
   const auto row_numel = [&](std::int64_t cat_shard_size) {
     std::int64_t numel = cat_shard_size;
     for (std::int64_t each = 1; each < input.dim(); ++each) {

@@ -1,8 +1,8 @@
 #pragma once
 
 // Collectives on tensors that are sharded over a group as in shard_shape.h. All functions work
-// below autograd and return new contiguous tensors. A null group is a group of one. Nothing is sent
-// if no rank has an element.
+// below autograd. Those that take a `dim` return new contiguous tensors, and a null group is a
+// group of one for them. Nothing is sent if no rank has an element.
 
 #include "group.h"
 #include "shard_shape.h"
@@ -16,8 +16,9 @@ GroupRank rank_in(std::string_view op, std::string_view group_name);
 // The result of a collective in flight, which keeps the inputs alive. Move-only.
 class PendingTensor {
  public:
+  // A result that is complete.
   explicit PendingTensor(at::Tensor result);
-  // The first `size` entries of `result`'s first dim, which get() moves to `dim`.
+  // get() returns the first `size` entries of `result`'s first dim, and moves that dim to `dim`.
   PendingTensor(PendingCollective work, at::Tensor result, std::int64_t size, std::int64_t dim);
 
   // Waits (CUDA: makes the current stream wait) and returns the tensor. Call it once.
@@ -42,17 +43,17 @@ PendingTensor start_all_gather(std::string_view op,
                                std::int64_t dim_size,
                                const ProcessGroupPtr& group);
 
-// Gathers x [rows, ...] of all ranks, each padded with zeros to `num_rows`, into
+// Starts to gather x [rows, ...] of all ranks, each padded with zeros to `num_rows`, into
 // [ranks * num_rows, ...]. Wait for the second result before reading the first. `what` names the
-// collective in errors. REQUIRES: a group.
+// collective in errors. REQUIRES: group is not null.
 std::pair<at::Tensor, PendingCollective> start_gather_rows(std::string_view op,
                                                            std::string_view what,
                                                            const at::Tensor& x,
                                                            std::int64_t num_rows,
                                                            const ProcessGroupPtr& group);
 
-// Reduce-scatters `full` [ranks * rows, ...] into `result` [rows, ...]; both contiguous and not
-// empty. REQUIRES: a group.
+// Starts to reduce-scatter `full` [ranks * rows, ...] into `result` [rows, ...]. REQUIRES: group is
+// not null; both tensors are contiguous and not empty.
 PendingCollective start_scatter_rows(std::string_view op,
                                      std::string_view what,
                                      const at::Tensor& full,
@@ -69,15 +70,16 @@ PendingTensor start_reduce_scatter(std::string_view op,
                                    std::int64_t dim,
                                    const ProcessGroupPtr& group);
 
-// Broadcasts the contiguous `tensor` of rank `root` into `tensor` of the other ranks. Does nothing
-// if it is empty.
+// Starts to broadcast the contiguous `tensor` of rank `root` into `tensor` of the other ranks. Does
+// nothing if the tensor is empty. REQUIRES: group is not null.
 PendingCollective start_broadcast(std::string_view op,
                                   const at::Tensor& tensor,
                                   int root,
                                   const ProcessGroupPtr& group);
 
-// Sums the contiguous `tensor` over the group into `tensor` of rank `root`; its contents are
-// undefined on the other ranks.
+// Starts to sum the contiguous `tensor` over the group into `tensor` of rank `root`; on the other
+// ranks, the contents of the tensor are then undefined. Does nothing if the tensor is empty.
+// REQUIRES: group is not null.
 PendingCollective start_reduce(std::string_view op,
                                const at::Tensor& tensor,
                                int root,

@@ -1,6 +1,7 @@
 // The conjugate pair for users' own layers: copy_to_group (identity forward, all-reduce backward)
-// and reduce_from_group (all-reduce forward, identity backward). Traced backwards use
-// reduce_from_group below autograd as their functional all-reduce.
+// and reduce_from_group (all-reduce forward, identity backward). Below autograd, reduce_from_group
+// is also the functional all-reduce of the other operators' backwards, which compile and export
+// trace.
 
 #include "autograd_support.h"
 #include "dispatch.h"

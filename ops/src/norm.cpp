@@ -1,6 +1,6 @@
 // rms_norm and layer_norm, with and without the addition of a residual: the registered operators
 // and their gradients; kernels/ computes them. The tokens are sharded over the group, and each rank
-// normalizes its own. Weight and bias are replicated, so one all-reduce sums both their gradients.
+// normalizes its own. Weight and bias are replicated; one all-reduce sums the gradients of both.
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -27,37 +27,44 @@ constexpr std::string_view kAddLayerNorm = "weft::add_layer_norm";
 
 using YAndSum = std::tuple<at::Tensor, at::Tensor>;
 
-// Checks the weight or bias of a norm.
-void check_norm_params(std::string_view op,
-                       const at::Tensor& x,
-                       const at::Tensor& params,
-                       std::string_view name) {
+// Checks `param`, the weight or bias of a norm, which autocast does not cast.
+void check_norm_param(std::string_view op,
+                      const at::Tensor& x,
+                      const at::Tensor& param,
+                      std::string_view name) {
   const bool is_half = x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf;
-  if (!is_half || params.scalar_type() != at::kFloat) {
-    check_like_x(op, x, params, name);
-  }
-  TORCH_CHECK_VALUE(params.device() == x.device(),
+  TORCH_CHECK_TYPE(
+      param.scalar_type() == x.scalar_type() || (is_half && param.scalar_type() == at::kFloat),
+      op,
+      ": got ",
+      name,
+      " of dtype ",
+      param.scalar_type(),
+      " with x of dtype ",
+      x.scalar_type(),
+      "; pass it in the dtype of x, or in float32 if x is bfloat16 or float16.");
+  TORCH_CHECK_VALUE(param.device() == x.device(),
                     op,
                     ": got ",
                     name,
                     " on ",
-                    params.device(),
+                    param.device(),
                     " with x on ",
                     x.device(),
                     "; move them to one device.");
-  TORCH_CHECK_VALUE(params.dim() == 1 && params.sym_size(0) == x.sym_size(-1),
+  TORCH_CHECK_VALUE(param.dim() == 1 && param.sym_size(0) == x.sym_size(-1),
                     op,
                     ": got ",
                     name,
                     " of shape ",
-                    params.sym_sizes(),
+                    param.sym_sizes(),
                     ", which must be [",
                     x.sym_size(-1),
                     "], the last dim of x; norms are over that dim only.");
 }
 
-// Checks residual, of x's shape and dtype, and weight and bias [d], of x's dtype or both float32 if
-// x has a half-precision type.
+// Checks residual, of x's shape and dtype, and weight and bias [d], both of x's dtype, or both
+// float32 if x is bfloat16 or float16.
 void check_norm(std::string_view op,
                 const at::Tensor& x,
                 const OptionalTensor& residual,
@@ -69,7 +76,7 @@ void check_norm(std::string_view op,
                     op,
                     ": got eps ",
                     eps,
-                    "; pass a number that is not negative, such as 1e-6.");
+                    "; pass a finite number that is not negative, such as 1e-6.");
   if (residual.has_value()) {
     check_like_x(op, x, *residual, "residual");
     TORCH_CHECK_VALUE(residual->sym_sizes() == x.sym_sizes(),
@@ -81,12 +88,12 @@ void check_norm(std::string_view op,
                       "; pass a residual of the shape of x.");
   }
   if (weight.has_value()) {
-    check_norm_params(op, x, *weight, "weight");
+    check_norm_param(op, x, *weight, "weight");
   }
   if (bias.has_value()) {
     TORCH_CHECK_VALUE(
         weight.has_value(), op, ": got a bias without a weight; pass a weight of ones, too.");
-    check_norm_params(op, x, *bias, "bias");
+    check_norm_param(op, x, *bias, "bias");
     TORCH_CHECK_TYPE(bias->scalar_type() == weight->scalar_type(),
                      op,
                      ": got bias of dtype ",
@@ -181,9 +188,9 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
     const std::int64_t num_params = !wants_weight && !wants_bias ? 0 : wants_bias ? 2 : 1;
 
     const bool has_grad_sum = has_residual && grads[1].defined();
-    at::Tensor grad_v, grad_params;
+    at::Tensor grad_input, grad_params;
     if (grads[0].defined()) {
-      std::tie(grad_v, grad_params) =
+      std::tie(grad_input, grad_params) =
           dispatch::norm_backward(grads[0],
                                   has_grad_sum ? OptionalTensor(grads[1]) : std::nullopt,
                                   norm_input,
@@ -194,7 +201,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
                                   wants_x || wants_residual,
                                   num_params);
     } else {  // only the sum was used, or neither
-      grad_v = has_grad_sum ? grads[1] : at::Tensor();
+      grad_input = has_grad_sum ? grads[1] : at::Tensor();
       if (num_params > 0) {
         grad_params = at::zeros_symint({num_params, weight.sym_size(0)}, weight.options());
       }
@@ -205,10 +212,10 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
     }
     variable_list result(5);
     if (wants_x) {
-      result[0] = grad_v;
+      result[0] = grad_input;
     }
     if (wants_residual) {
-      result[1] = grad_v;
+      result[1] = grad_input;
     }
     if (wants_weight) {
       result[2] = grad_params.select(0, 0);
@@ -278,7 +285,7 @@ struct Norms {
   }
 };
 
-c10::SymDimVector row_sizes(const at::Tensor& x) {
+c10::SymDimVector stats_shape(const at::Tensor& x) {
   return {x.sym_sizes().begin(), x.sym_sizes().end() - 1};
 }
 
@@ -290,11 +297,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_meta(
     bool centered,
     double /*eps*/) {
   const auto options = x.options();
-  const auto rows = options.dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-  return {at::empty_symint(x.sym_sizes(), options),
-          residual.has_value() ? at::empty_symint(x.sym_sizes(), options) : at::empty({0}, options),
-          centered ? at::empty_symint(row_sizes(x), rows) : at::empty({0}, rows),
-          at::empty_symint(row_sizes(x), rows)};
+  const auto stats_options =
+      options.dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  return {
+      at::empty_symint(x.sym_sizes(), options),
+      residual.has_value() ? at::empty_symint(x.sym_sizes(), options) : at::empty({0}, options),
+      centered ? at::empty_symint(stats_shape(x), stats_options) : at::empty({0}, stats_options),
+      at::empty_symint(stats_shape(x), stats_options)};
 }
 
 YAndSum norm_backward_meta(const at::Tensor& /*grad_y*/,
@@ -306,13 +315,13 @@ YAndSum norm_backward_meta(const at::Tensor& /*grad_y*/,
                            bool /*centered*/,
                            bool wants_input,
                            std::int64_t num_params) {
-  const auto params = norm_input.options().dtype(weight.has_value() ? weight->scalar_type()
-                                                                    : norm_input.scalar_type());
+  const auto params_options = norm_input.options().dtype(
+      weight.has_value() ? weight->scalar_type() : norm_input.scalar_type());
   return {wants_input ? at::empty_symint(norm_input.sym_sizes(), norm_input.options())
                       : at::empty({0}, norm_input.options()),
           num_params > 0
-              ? at::empty_symint({c10::SymInt(num_params), norm_input.sym_size(-1)}, params)
-              : at::empty({0}, params)};
+              ? at::empty_symint({c10::SymInt(num_params), norm_input.sym_size(-1)}, params_options)
+              : at::empty({0}, params_options)};
 }
 
 }  // namespace

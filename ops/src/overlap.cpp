@@ -23,10 +23,13 @@ namespace weft::ops {
 
 namespace {
 
-// Bytes of one chunk over all ranks, and its fewest tokens: small enough for the caches, large
-// enough for matrix products at full speed. Measured (docs/benchmarks/overlap.md).
+// Bytes of one chunk over all ranks, and the fewest tokens of one rank in a chunk: small enough for
+// the caches, large enough for matrix products at full speed. Measured
+// (docs/benchmarks/overlap.md).
 constexpr std::int64_t kChunkBytes = 2 << 20;
 constexpr std::int64_t kMinTokens = 64;
+// The most chunks on devices other than the CPU, where calls cost more and chunks need not fit into
+// caches. Not measured.
 constexpr std::int64_t kMaxDeviceChunks = 4;
 
 // Largest ratio of chunked to unchunked time that counts as a gain; the margin excludes noise.
@@ -59,7 +62,8 @@ std::atomic<Mode>& current_mode() {
   return mode;
 }
 
-// The key of a choice. It must be equal on all ranks of the group.
+// The key of a choice, which must be equal on all ranks of the group. num_rows and row_bytes are
+// rounded up to powers of two.
 struct Kind {
   std::string op;
   std::string dtype;
@@ -86,7 +90,7 @@ class Table {
  public:
   static Table& instance() { return process_wide<Table>(); }
 
-  // REQUIRES: mode auto.
+  // Returns whether the set table says to use chunks; nullopt if it has no such entry.
   std::optional<bool> preset(const Kind& kind) const {
     const std::lock_guard lock(mutex_);
     const auto found = presets_.find(kind);
@@ -166,7 +170,7 @@ struct Votes {
   bool any_rank_lacks_samples;
 };
 
-// Returns the maximum of the ranks' votes. Groups without a CPU backend reduce it on `device`.
+// Returns the maximum of the ranks' votes. Groups without a CPU backend reduce them on `device`.
 Votes exchange_votes(std::string_view op,
                      const Votes& own,
                      const ProcessGroupPtr& group,
@@ -193,7 +197,7 @@ Votes exchange_votes(std::string_view op,
   return {values[0], values[1] != 0};
 }
 
-// Exchanges results with the other ranks and sets the ratio, unless more calls must be timed.
+// Exchanges votes with the other ranks and sets the ratio, unless more calls must be timed.
 // Releases `lock`, which holds the table's mutex, while it waits for the device or the ranks: other
 // threads may have to make progress first.
 void agree(Measured& measured,
@@ -215,7 +219,7 @@ void agree(Measured& measured,
   lock.unlock();
   const auto votes = exchange_votes(op, own, group, device);
   lock.lock();
-  if (!measured.tuner.continues(votes.any_rank_lacks_samples)) {
+  if (!measured.tuner.extend_timing(votes.any_rank_lacks_samples)) {
     measured.ratio = votes.worst_ratio;
   }
 }
@@ -225,18 +229,17 @@ std::int64_t chunk_rows(const Communication& communication,
                         int num_ranks,
                         Mode mode,
                         const c10::Device& device) {
-  const auto length = max_shard_size(communication.num_rows, num_ranks).expect_int();
+  const auto max_shard_rows = max_shard_size(communication.num_rows, num_ranks).expect_int();
   const auto rows_for_bytes = kChunkBytes / (num_ranks * communication.row_bytes);
   const auto rows_for_products =
       (kMinTokens + communication.row_tokens - 1) / communication.row_tokens;
-  // On other devices, calls cost more and chunks need not fit into caches. Not measured.
   const auto rows_for_calls =
-      device.is_cpu() ? 1 : (length + kMaxDeviceChunks - 1) / kMaxDeviceChunks;
+      device.is_cpu() ? 1 : (max_shard_rows + kMaxDeviceChunks - 1) / kMaxDeviceChunks;
   auto rows = std::max<std::int64_t>({rows_for_bytes, rows_for_products, rows_for_calls, 1});
   if (mode == Mode::kAlways) {
-    rows = std::min(rows, (length + 1) / 2);
+    rows = std::min(rows, (max_shard_rows + 1) / 2);
   }
-  return rows < length ? rows : 0;
+  return rows < max_shard_rows ? rows : 0;
 }
 
 }  // namespace

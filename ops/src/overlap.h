@@ -14,17 +14,18 @@
 
 namespace weft::ops {
 
-// The communication of one call.
+// The communication of one call. A row is one entry of the sharded dim, usually a position in the
+// sequence, with the tokens of all batch entries.
 struct Communication {
   std::int64_t num_rows;    // of the full sequence
   std::int64_t row_bytes;   // of one row, in the widest tensor that is communicated
-  std::int64_t row_tokens;  // tokens per row in the matrix products
-  // Features of this rank's weight. The time depends on them, and they may differ between ranks.
+  std::int64_t row_tokens;  // tokens in one row
+  // The sharded dim of this rank's weight. The time depends on it, and it may differ between ranks.
   std::int64_t own_features;
 };
 
-// Describes the communication of x's dim `dim`, of full size `size`, with `features` per token
-// (default: those of x).
+// Describes the communication of a call whose sharded dim is `dim` of x, of full size `size`. The
+// widest tensor that is communicated has `features` per token (default: those of x).
 Communication communication_of(const at::Tensor& x,
                                std::int64_t dim,
                                std::int64_t size,
@@ -32,16 +33,17 @@ Communication communication_of(const at::Tensor& x,
                                std::optional<std::int64_t> features = std::nullopt);
 
 // The constructor chooses, and may communicate to do so; done() ends the measurement if this call
-// is timed. All ranks of the group construct the same choices in the same order.
+// is timed. All ranks of the group must construct the same choices in the same order.
 class OverlapChoice {
  public:
-  // REQUIRES: a group.
+  // `like` has the dtype and device of the call. REQUIRES: group is not null.
   OverlapChoice(std::string_view op,
                 const at::Tensor& like,
                 const Communication& communication,
                 const ProcessGroupPtr& group);
 
   bool is_chunked() const { return rows_per_chunk_ > 0; }
+  // The rows of each rank's shard per chunk; 0 for unchunked communication.
   std::int64_t rows_per_chunk() const { return rows_per_chunk_; }
   void done();
 

@@ -30,13 +30,14 @@ class OverlapTuner {
     if (call % 2 == 0) first_is_chunked_ = (random_() & 1) != 0;
     return first_is_chunked_ == (call % 2 == 0);
   }
+  // Whether the call of the last next_is_chunked() comes after the warm-up.
   bool is_warm() const { return num_calls_ > kNumWarmUps; }
-  // Whether this call must exchange results with the other ranks.
+  // Whether the ranks must exchange results before the next next_is_chunked().
   bool must_exchange() const { return num_calls_ == kNumWarmUps + num_to_time_; }
-  // After the exchange: returns true, and doubles the number of calls to time, if a rank lacks
-  // samples and the limit is not reached.
-  bool continues(bool any_rank_lacks) {
-    if (!any_rank_lacks || num_to_time_ >= kMaxTimed) return false;
+  // After the exchange: if a rank lacks samples and the limit is not reached, doubles the number of
+  // calls to time and returns true.
+  bool extend_timing(bool any_rank_lacks_samples) {
+    if (!any_rank_lacks_samples || num_to_time_ >= kMaxTimed) return false;
     num_to_time_ *= 2;
     return true;
   }
@@ -56,7 +57,8 @@ class OverlapTuner {
   }
 
   bool lacks_samples() const {
-    return std::ranges::any_of(times_, [](const auto& each) { return !is_compared(each.second); });
+    return std::ranges::any_of(times_,
+                               [](const auto& each) { return !has_enough_samples(each.second); });
   }
 
   // Largest ratio of chunked to unchunked time over the weight sizes with enough samples; infinity
@@ -64,7 +66,7 @@ class OverlapTuner {
   double worst_ratio() const {
     double worst = 0;
     for (const auto& [own_features, times] : times_) {
-      if (is_compared(times)) {
+      if (has_enough_samples(times)) {
         worst = std::max(worst, median(times[1]) / median(times[0]));
       }
     }
@@ -82,7 +84,7 @@ class OverlapTuner {
 
   using Times = std::array<std::vector<double>, 2>;  // unchunked, chunked
 
-  static bool is_compared(const Times& times) {
+  static bool has_enough_samples(const Times& times) {
     return std::min(times[0].size(), times[1].size()) >= kMinSamples;
   }
 

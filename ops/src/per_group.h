@@ -13,16 +13,16 @@
 
 namespace weft::ops {
 
-// Returns this process's only T. It is never destroyed: groups and threads may outlive static
-// destructors.
+// Returns this process's only T. It is never destroyed, because groups and threads may use it after
+// static objects are destroyed.
 template <typename T>
 T& process_wide() {
   static auto* const state = new T();
   return *state;
 }
 
-// A T for each process group that has one. Not thread-safe: its owner locks a mutex, and destroys
-// what it takes out without it, as destructors may block.
+// A T for each process group that has one. Not thread-safe: the owner guards it with a mutex, and
+// destroys the values that it takes out after unlocking the mutex, as their destructors may block.
 template <typename T>
 class PerGroup {
  public:

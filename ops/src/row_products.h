@@ -1,7 +1,7 @@
 #pragma once
 
-// Matrix products of one chunk of a sequence's rows, for chunked operators. Rows are the first dim;
-// sums over them accumulate in float32, or float64 for float64.
+// Matrix products of the rows of one chunk, for operators that use ChunkedSequence. Rows are the
+// first dim. Sums over chunks accumulate in float32, or float64 for float64.
 
 #include "shape.h"
 
@@ -11,7 +11,7 @@
 
 namespace weft::ops {
 
-// Returns the sizes of x without `dim`, with `features` in the last dim.
+// Returns the shape of one row: that of x without `dim`, with `features` in the last dim.
 std::vector<std::int64_t> row_sizes(const at::Tensor& x, std::int64_t dim, std::int64_t features);
 
 // Returns [rows, ..., features] as [tokens, features]; a copy where the strides require one.
@@ -25,7 +25,7 @@ void linear_into(const at::Tensor& out,
                  const at::Tensor& weight,
                  const OptionalTensor& bias = std::nullopt);
 
-// Accumulates the gradient of a weight [out, in] over chunks; zero without any.
+// Accumulates the gradient of a weight [out, in] over chunks; it is zero without chunks.
 class WeightGradSum {
  public:
   explicit WeightGradSum(const at::Tensor& weight) : weight_(weight) {}

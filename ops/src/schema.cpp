@@ -1,5 +1,7 @@
 // The schemas of all operators of weft. Those with a leading underscore are the building blocks of
-// the autograd formulas; they are registered so that compile and export see each as one call.
+// the others and of their autograd formulas; they are registered so that compile and export see
+// each as one call. [0]: an empty tensor of that shape in place of a result that is absent or not
+// wanted.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -136,7 +138,8 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, bool centered, "
          "float eps) -> (Tensor, Tensor, Tensor, Tensor)");
-  // (grad of x and of residual, grads of weight and bias [num_params, d]); [0] if not wanted.
+  // (gradient of x, which is also that of residual; gradients of weight and bias, [num_params, d]);
+  // [0] if not wanted.
   define(m,
          "_norm_backward(Tensor grad_y, Tensor? grad_sum, Tensor norm_input, Tensor? weight, "
          "Tensor mean, Tensor rstd, bool centered, bool wants_input, int num_params) -> (Tensor, "

@@ -1,7 +1,7 @@
 // Device kernels of all_gather_linear and linear_reduce_scatter: the column-parallel and the
 // row-parallel half of a layer whose input and output are sharded along a dim other than the
 // features, usually the sequence. Each runs unchunked (a collective and a matrix product) or in
-// chunks whose communication overlaps with the products: see overlap.h.
+// chunks whose communication overlaps with the products: see <weft/ops/overlap.h>.
 //
 //   all_gather_linear      y = gather(x) Wᵀ + b        grad_x = reduce_scatter(grad_y W)
 //   linear_reduce_scatter  y = reduce_scatter(x Wᵀ) + b    grad_x = gather(grad_y) W

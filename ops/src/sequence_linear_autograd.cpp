@@ -1,5 +1,6 @@
-// Autograd and Meta kernels of all_gather_linear and linear_reduce_scatter. The gathered input is
-// not saved: each backward is one operator that gathers the saved shard again.
+// Autograd and Meta kernels of all_gather_linear and linear_reduce_scatter. all_gather_linear does
+// not save the gathered input: its backward gathers the saved shard again. Each backward is one
+// operator, besides the local gradient of all_gather_linear's bias.
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -40,7 +41,7 @@ bool wants_bias_grad(AutogradContext* ctx) {
   return ctx->saved_data.at("has_bias").toBool() && ctx->needs_input_grad(2);
 }
 
-// Counted from 0.
+// Returns the saved dim, counted from 0.
 std::int64_t dim_of(AutogradContext* ctx, std::string_view op, const at::Tensor& x) {
   return checked_dim(op, x, ctx->saved_data.at("dim").toInt());
 }
@@ -155,7 +156,7 @@ at::Tensor linear_reduce_scatter_meta(const at::Tensor& x,
                           x.options());
 }
 
-// An uninitialized tensor like `tensor` if it is wanted, else an empty one.
+// Returns an uninitialized tensor like `tensor` if it is wanted, else one of shape [0].
 at::Tensor like(const at::Tensor& tensor, bool is_wanted) {
   return is_wanted ? at::empty_symint(tensor.sym_sizes(), tensor.options())
                    : at::empty({0}, tensor.options());

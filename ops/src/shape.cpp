@@ -55,8 +55,8 @@ constexpr std::string_view kShardedLinear = "weft::sharded_linear";
 constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
 constexpr std::string_view kEmbedding = "weft::vocab_parallel_embedding";
 
-// Checks that `weight` is a matrix with `num_cols` columns. `source` describes that number in the
-// error.
+// Checks that `weight` is a matrix with `num_cols` columns. `source` says in the error where that
+// number comes from.
 void check_matrix(std::string_view op,
                   const at::Tensor& weight,
                   std::string_view name,
@@ -150,7 +150,7 @@ c10::SymDimVector column_row_mlp_shape(const at::Tensor& x,
   check_bias(kMlp, x, b2, "b2", w2, "w2");
   TORCH_CHECK_VALUE(w3.has_value() || !b3.has_value(),
                     kMlp,
-                    ": got b3 without w3, whose bias it is; pass both or neither.");
+                    ": got b3 without w3, whose bias it is; pass w3 too, or no b3.");
   if (w3.has_value()) {
     check_like_x(kMlp, x, *w3, "w3");
     TORCH_CHECK_VALUE(w3->dim() == 2 && w3->sym_sizes() == w1.sym_sizes(),
@@ -165,10 +165,10 @@ c10::SymDimVector column_row_mlp_shape(const at::Tensor& x,
   return with_last_dim(x, w2.sym_size(0));
 }
 
-std::optional<Sequence> mlp_sequence(const at::Tensor& x,
-                                     const std::optional<std::int64_t>& sequence_dim,
-                                     const std::optional<c10::SymInt>& sequence_size,
-                                     const GroupRank& group_rank) {
+std::optional<ShardedDim> mlp_sequence_dim(const at::Tensor& x,
+                                           const std::optional<std::int64_t>& sequence_dim,
+                                           const std::optional<c10::SymInt>& sequence_size,
+                                           const GroupRank& group_rank) {
   if (!sequence_dim.has_value()) {
     TORCH_CHECK_VALUE(!sequence_size.has_value(),
                       kMlp,
@@ -179,7 +179,7 @@ std::optional<Sequence> mlp_sequence(const at::Tensor& x,
     return std::nullopt;
   }
   const auto dim = checked_token_dim(kMlp, x, *sequence_dim, "sequence_dim");
-  return Sequence{dim, gathered_size(kMlp, x, dim, sequence_size, group_rank, "sequence_size")};
+  return ShardedDim{dim, gathered_size(kMlp, x, dim, sequence_size, group_rank, "sequence_size")};
 }
 
 c10::SymDimVector linear_shape(std::string_view op,
@@ -258,7 +258,7 @@ c10::SymDimVector cross_entropy_shape(std::string_view op,
       name,
       " of shape ",
       logits.sym_sizes(),
-      "; pass one class for each of its rows, all dims but the last.");
+      "; pass one class per token, in a target of that shape without the last dim.");
   TORCH_CHECK_VALUE(vocab_start >= 0,
                     op,
                     ": got vocab_start ",
@@ -268,7 +268,7 @@ c10::SymDimVector cross_entropy_shape(std::string_view op,
                     op,
                     ": got label_smoothing ",
                     label_smoothing,
-                    "; pass a share from 0 to 1.");
+                    "; pass a number from 0 to 1.");
   TORCH_CHECK_VALUE(reduction == "none" || reduction == "mean" || reduction == "sum",
                     op,
                     ": got reduction '",

@@ -1,7 +1,8 @@
 // The conjugate pairs that shard and gather tensors: the backward of each operator is its partner.
 //
-//   scatter_to_group            gather_from_group       gradients are equal on all ranks
-//   reduce_scatter_to_sequence  gather_from_sequence    gradients differ and are summed
+//   scatter_to_group            gather_from_group     the full tensor (on the right: its gradient)
+//                                                     is equal on all ranks
+//   reduce_scatter_to_sequence  gather_from_sequence  it differs, and is summed over the ranks
 //   all_to_all                  all_to_all
 
 #include "autograd_support.h"
@@ -87,7 +88,8 @@ at::Tensor exchange(const at::Tensor& x,
                     group);
 }
 
-// State for the backward: the dims, the group, and the full size of the dim that was sharded.
+// State for the backward: the dims, the group, and the full size of the dim that the forward
+// sharded.
 void save(AutogradContext* ctx, std::int64_t dim, const std::string& group_name) {
   ctx->saved_data["dim"] = dim;
   ctx->saved_data["group_name"] = group_name;
@@ -240,7 +242,7 @@ at::Tensor all_to_all_autograd(const at::Tensor& x,
   return AllToAll::apply(x, split_dim, cat_dim, std::string(group_name), cat_size);
 }
 
-// A meta tensor of this shape.
+// Returns an uninitialized tensor of this shape, with the dtype and device of `like`.
 at::Tensor empty(const c10::SymDimVector& sizes, const at::Tensor& like) {
   return at::empty_symint(sizes, like.options());
 }

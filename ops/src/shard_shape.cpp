@@ -42,7 +42,7 @@ std::int64_t checked_dim(std::string_view op,
                     -x.dim(),
                     " to ",
                     x.dim() - 1,
-                    ", for an x with dims.");
+                    " (x must have at least one dim).");
   return dim < 0 ? dim + x.dim() : dim;
 }
 
@@ -113,7 +113,7 @@ c10::SymDimVector exchanged_shape(std::string_view op,
                     op,
                     ": got ",
                     split_dim,
-                    " as split_dim and as cat_dim; pass two dims, or exchange rows with "
+                    " as split_dim and as cat_dim; pass two different dims, or exchange rows with "
                     "torch.distributed.all_to_all_single.");
   auto sizes = with_size(x, split_dim, shard_size(x.sym_size(split_dim), group_rank));
   sizes[static_cast<std::size_t>(cat_dim)] =

@@ -20,7 +20,7 @@ struct GroupRank {
   std::int64_t rank = 0;
 };
 
-// Returns the size of the largest shard.
+// Returns the size of the largest shard of a dim of the full size `size`.
 c10::SymInt max_shard_size(const c10::SymInt& size, std::int64_t num_ranks);
 // Returns the size of a rank's shard.
 c10::SymInt shard_size(const c10::SymInt& size, const GroupRank& group_rank);
@@ -32,7 +32,8 @@ std::int64_t checked_dim(std::string_view op,
                          std::string_view name = "dim");
 
 // Returns the full size of a dim of which `x` is this rank's shard: `dim_size`, by default x's size
-// times the number of ranks. Errors: ValueError if x's size is not that of this rank's shard.
+// times the number of ranks. Errors: ValueError if x's size is not that of this rank's shard,
+// naming the arguments `name` and `size_name`.
 c10::SymInt gathered_size(std::string_view op,
                           const at::Tensor& x,
                           std::int64_t dim,
@@ -50,14 +51,15 @@ c10::SymDimVector scattered_shape(std::string_view op,
                                   std::int64_t dim,
                                   const GroupRank& group_rank);
 
-// Returns the full shape along `dim` of which x is a shard.
+// Returns the shape of the tensor of which x is this rank's shard along `dim`.
 c10::SymDimVector gathered_shape(std::string_view op,
                                  const at::Tensor& x,
                                  std::int64_t dim,
                                  const std::optional<c10::SymInt>& dim_size,
                                  const GroupRank& group_rank);
 
-// Returns the shape of x sharded along `split_dim` and full along `cat_dim`.
+// Returns the shape of the result of all_to_all: x, which is full along `split_dim` and sharded
+// along `cat_dim`, becomes sharded along `split_dim` and full along `cat_dim`.
 c10::SymDimVector exchanged_shape(std::string_view op,
                                   const at::Tensor& x,
                                   std::int64_t split_dim,

@@ -1,9 +1,10 @@
 // sharded_linear: a linear layer whose weight is sharded by rows over the group, as in FSDP; every
-// rank has its own input. No rank materializes the full weight: each shard in turn is broadcast by
-// its owner, multiplied and freed, while the next broadcast is in flight. The backward does the
-// same for grad_x, and reduces each shard's gradient to its owner.
+// rank has its own input. The full weight is not gathered: each shard in turn is broadcast by its
+// owner, multiplied and freed, while the next broadcast is in flight, so a rank holds at most two
+// shards of other ranks. The backward does the same for grad_x, and reduces each shard's gradient
+// to its owner. With W_r the shard of rank r, and grad_y_r the columns of grad_y that it produced:
 //
-//   y = [x W0ᵀ, x W1ᵀ, ...] + b    grad_x = Σ grad_y_r W_r    grad_W_r = Σ over ranks grad_y_rᵀ x
+//   y = [x W_0ᵀ, x W_1ᵀ, ...] + b    grad_x = Σ grad_y_r W_r    grad_W_r = Σ over ranks grad_y_rᵀ x
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -33,10 +34,12 @@ using OptionalSize = std::optional<c10::SymInt>;
 // Iterates over the shards of the weight, broadcasting them.
 class Shards {
  public:
+  // `num_rows`: of the full weight.
   Shards(ProcessGroupPtr group, std::int64_t num_rows)
       : group_(std::move(group)), num_rows_(num_rows) {}
 
   // Calls visit(shard, first_row) for each shard with rows, while the next broadcast is in flight.
+  // `own`: this rank's shard.
   template <typename Visit>
   void for_each(const at::Tensor& own, const Visit& visit) const {
     auto next = broadcast_from(0, own);

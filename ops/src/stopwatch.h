@@ -14,7 +14,7 @@ class Stopwatch {
  public:
   virtual ~Stopwatch() = default;
   virtual void stop() = 0;
-  // Waits until the device has reached the stop.
+  // Waits until the device has reached the stop; returns the time from the start to it.
   virtual double seconds() const = 0;
 };
 

@@ -2,8 +2,9 @@
 // logits, or from hidden states and this rank's rows of the output matrix.
 //
 // Logits that must be computed, or copied for the kernels, are processed in chunks of tokens:
-// beside its inputs and results, a rank holds the logits of one chunk. One all-gather exchanges
-// four numbers per token. Two numbers per token are saved; the backward recomputes the rest.
+// besides its inputs and results, a rank holds the logits of one chunk. One all-gather exchanges
+// four numbers per token. The inputs and two numbers per token are saved; the backward recomputes
+// the rest.
 
 #include "autograd_support.h"
 #include "cross_entropy_math.h"
@@ -27,14 +28,15 @@ namespace {
 constexpr std::string_view kLoss = "weft::vocab_parallel_cross_entropy";
 constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
 
-// Bytes of the logits of a chunk: copies should stay in the caches; matrix products are faster in
-// larger chunks.
+// Bytes of the logits of a chunk that are copied, which should stay in the caches, or computed:
+// matrix products are faster in larger chunks.
 constexpr std::int64_t kLogitsChunkBytes = std::int64_t{4} << 20;
 constexpr std::int64_t kProductChunkBytes = std::int64_t{32} << 20;
 
-using Losses = std::tuple<at::Tensor, at::Tensor>;
+using LossesAndNormalizers = std::tuple<at::Tensor, at::Tensor>;
 
-// NOTE: not checked on CUDA, where that would synchronize with the device.
+// Raises IndexError for CPU targets outside [0, vocab_size) other than ignore_index. Checks nothing
+// without vocab_size, or on CUDA, where reading the targets would synchronize with the device.
 void check_targets(std::string_view op,
                    const at::Tensor& target,
                    std::optional<std::int64_t> vocab_size,
@@ -68,8 +70,8 @@ void for_each_chunk(std::int64_t num_tokens, std::int64_t chunk, const Visit& vi
   }
 }
 
-// Returns the chunk size in tokens for a matrix of logits: all of them, unless the kernels, which
-// need contiguous rows, would copy it.
+// Returns the chunk size in tokens for a matrix of logits: all tokens, unless the kernels would
+// copy the logits because their rows are not contiguous.
 std::int64_t chunk_tokens(const at::Tensor& logits) {
   const bool has_contiguous_rows = logits.size(1) <= 1 || logits.stride(1) == 1;
   return has_contiguous_rows
@@ -77,22 +79,23 @@ std::int64_t chunk_tokens(const at::Tensor& logits) {
              : tokens_per_chunk(logits.size(1), logits.scalar_type(), kLogitsChunkBytes);
 }
 
-// Returns the losses of the tokens of all chunks; `logits_of(first, size)` returns the logits.
+// Returns the losses and normalizers of all tokens. `logits_of(first, size)` returns the logits of
+// the tokens [first, first + size), `chunk` is the chunk size in tokens.
 template <typename LogitsOf>
-Losses losses_of(std::string_view op,
-                 const at::Tensor& target,
-                 const ProcessGroupPtr& group,
-                 const at::TensorOptions& like,
-                 std::int64_t chunk,
-                 const LocalLossOptions& options,
-                 const LogitsOf& logits_of) {
+LossesAndNormalizers losses_of(std::string_view op,
+                               const at::Tensor& target,
+                               const ProcessGroupPtr& group,
+                               const at::TensorOptions& statistics_options,
+                               std::int64_t chunk,
+                               const LocalLossOptions& options,
+                               const LogitsOf& logits_of) {
   const auto num_tokens = target.numel();
   const auto targets = target.reshape({-1});
   at::Tensor statistics;
   if (num_tokens <= chunk) {
     statistics = local_statistics(logits_of(0, num_tokens), targets, options);
   } else {
-    statistics = at::empty({num_tokens, 4}, like);
+    statistics = at::empty({num_tokens, 4}, statistics_options);
     for_each_chunk(num_tokens, chunk, [&](std::int64_t first, std::int64_t size) {
       statistics.narrow(0, first, size)
           .copy_(local_statistics(logits_of(first, size), targets.narrow(0, first, size), options));
@@ -107,13 +110,13 @@ Losses losses_of(std::string_view op,
   return {losses.view(target.sizes()), normalizers};
 }
 
-Losses cross_entropy(const at::Tensor& logits,
-                     const at::Tensor& target,
-                     std::int64_t vocab_start,
-                     std::string_view group_name,
-                     std::optional<std::int64_t> vocab_size,
-                     std::int64_t ignore_index,
-                     double label_smoothing) {
+LossesAndNormalizers cross_entropy(const at::Tensor& logits,
+                                   const at::Tensor& target,
+                                   std::int64_t vocab_start,
+                                   std::string_view group_name,
+                                   std::optional<std::int64_t> vocab_size,
+                                   std::int64_t ignore_index,
+                                   double label_smoothing) {
   const auto group = resolve_group(kLoss, std::string(group_name));
   check_targets(kLoss, target, vocab_size, ignore_index);
   const auto num_classes = classes_of(logits.size(-1), vocab_size, rank_in(group));
@@ -152,14 +155,14 @@ at::Tensor cross_entropy_backward(const at::Tensor& grad,
   return result.view(logits.sizes());
 }
 
-Losses linear_cross_entropy(const at::Tensor& x,
-                            const at::Tensor& weight,
-                            const at::Tensor& target,
-                            std::int64_t vocab_start,
-                            std::string_view group_name,
-                            std::optional<std::int64_t> vocab_size,
-                            std::int64_t ignore_index,
-                            double label_smoothing) {
+LossesAndNormalizers linear_cross_entropy(const at::Tensor& x,
+                                          const at::Tensor& weight,
+                                          const at::Tensor& target,
+                                          std::int64_t vocab_start,
+                                          std::string_view group_name,
+                                          std::optional<std::int64_t> vocab_size,
+                                          std::int64_t ignore_index,
+                                          double label_smoothing) {
   const auto group = resolve_group(kLinearLoss, std::string(group_name));
   check_targets(kLinearLoss, target, vocab_size, ignore_index);
   const auto num_classes = classes_of(weight.size(0), vocab_size, rank_in(group));
@@ -175,8 +178,8 @@ Losses linear_cross_entropy(const at::Tensor& x,
                    });
 }
 
-// Returns grad_x of this rank's classes, which the caller sums over the group, and grad_weight; [0]
-// if not wanted.
+// Returns grad_x of this rank's classes, which the caller sums over the group, and grad_weight;
+// each is [0] if not wanted.
 std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tensor& grad,
                                                                  const at::Tensor& x,
                                                                  const at::Tensor& weight,
@@ -201,7 +204,8 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
   for_each_chunk(tokens.size(0), chunk, [&](std::int64_t first, std::int64_t size) {
     const auto x_chunk = tokens.narrow(0, first, size);
     const auto logits = at::mm(x_chunk, weight.t());
-    write_gradient(logits,  // in place
+    const auto& grad_logits = logits;  // written in place
+    write_gradient(grad_logits,
                    grads.narrow(0, first, size),
                    logits,
                    targets.narrow(0, first, size),
@@ -209,12 +213,12 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
                    options);
     if (wants_x) {
       auto grad_x_chunk = grad_x.narrow(0, first, size);
-      at::mm_out(grad_x_chunk, logits, weight);
+      at::mm_out(grad_x_chunk, grad_logits, weight);
     }
     if (wants_weight && dtype == x.scalar_type()) {
-      grad_weight.addmm_(logits.t(), x_chunk);
+      grad_weight.addmm_(grad_logits.t(), x_chunk);
     } else if (wants_weight) {
-      grad_weight.add_(at::mm(logits.t(), x_chunk));
+      grad_weight.add_(at::mm(grad_logits.t(), x_chunk));
     }
   });
   return {wants_x ? grad_x.view(x.sizes()) : grad_x, grad_weight.to(weight.scalar_type())};

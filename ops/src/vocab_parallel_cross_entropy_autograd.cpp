@@ -36,7 +36,7 @@ at::Tensor reduced(const at::Tensor& losses,
   return reduction == "sum" ? sum : sum.div(target.ne(ignore_index).sum());
 }
 
-// The arguments that both operators share.
+// The arguments that both operators share, and the number of classes of all ranks together.
 struct LossCall {
   std::int64_t vocab_start;
   std::string group_name;
@@ -231,7 +231,7 @@ at::Tensor vocab_parallel_linear_cross_entropy_autograd(const at::Tensor& x,
       LinearCrossEntropy::apply(x, weight, target, call), target, ignore_index, reduction);
 }
 
-// Meta losses and normalizers.
+// Returns uninitialized losses and normalizers. `logits`: any tensor of their dtype.
 LossesAndNormalizers losses_meta(const at::Tensor& target, const at::Tensor& logits) {
   const auto options = logits.options().dtype(loss_dtype(logits));
   return {at::empty_symint(target.sym_sizes(), options),

@@ -24,12 +24,14 @@ constexpr std::string_view kOp = "weft::vocab_parallel_embedding";
 std::pair<at::Tensor, at::Tensor> local_rows(const at::Tensor& ids,
                                              std::int64_t vocab_start,
                                              std::int64_t num_rows) {
-  auto rows = ids.to(at::kLong).sub(vocab_start);  // int32 would wrap round
+  auto rows = ids.to(at::kLong).sub(vocab_start);  // int32 might overflow
   auto is_elsewhere = rows.lt(0).logical_or_(rows.ge(num_rows));
   rows.masked_fill_(is_elsewhere, 0);
   return {rows, is_elsewhere};
 }
 
+// Raises IndexError for CPU ids outside [0, vocab_size). Checks nothing without vocab_size, or on
+// CUDA, where reading the ids would synchronize with the device.
 void check_ids(const at::Tensor& ids, std::optional<std::int64_t> vocab_size) {
   if (!vocab_size.has_value() || !ids.is_cpu() || ids.numel() == 0) {
     return;

@@ -22,7 +22,7 @@ auto node_of(const at::Tensor& weight) {
 
 // Returns whether the running backward accumulates the gradient that `node` receives into a leaf: a
 // chain of nodes with one input each, such as casts and views, leads to it, and the backward
-// neither leaves the leaf out nor returns its gradient, as that of torch.autograd.grad may.
+// neither leaves the leaf out nor returns its gradient, as torch.autograd.grad may.
 bool accumulates(const Node* node) {
   while (node != nullptr && node->num_outputs() == 1 && node->next_edge(0).is_valid()) {
     node = node->next_edge(0).function.get();
@@ -49,19 +49,19 @@ WeightSinkGuard::~WeightSinkGuard() { current_sink = std::move(previous_); }
 
 const std::shared_ptr<WeightSink>& current_weight_sink() { return current_sink; }
 
-SunkWeights::SunkWeights(std::shared_ptr<WeightSink> sink,
-                         const at::Tensor& w1,
-                         const at::Tensor& w2,
-                         const at::Tensor& w3)
+SinkableWeights::SinkableWeights(std::shared_ptr<WeightSink> sink,
+                                 const at::Tensor& w1,
+                                 const at::Tensor& w2,
+                                 const at::Tensor& w3)
     : sink_(std::move(sink)) {
   if (sink_ != nullptr) nodes_ = {node_of(w1), node_of(w2), node_of(w3)};
 }
 
-void SunkWeights::begin_backward() const {
+void SinkableWeights::begin_backward() const {
   if (sink_ != nullptr) sink_->begin_backward();
 }
 
-bool SunkWeights::take(std::size_t index, const at::Tensor& grad, const at::Tensor& x) const {
+bool SinkableWeights::take(std::size_t index, const at::Tensor& grad, const at::Tensor& x) const {
   return sink_ != nullptr && accumulates(nodes_.at(index).get()) &&
          sink_->take(static_cast<int>(index), grad, x);
 }

@@ -12,21 +12,22 @@
 
 namespace weft::ops {
 
-// The sink of this thread's innermost WeightSinkGuard; null without a guard.
+// Returns the sink of this thread's innermost WeightSinkGuard; null without a guard.
 const std::shared_ptr<WeightSink>& current_weight_sink();
 
 // The weights of one call of column_row_mlp, whose gradients a sink may take.
-class SunkWeights {
+class SinkableWeights {
  public:
-  SunkWeights() = default;
-  SunkWeights(std::shared_ptr<WeightSink> sink,
-              const at::Tensor& w1,
-              const at::Tensor& w2,
-              const at::Tensor& w3);
+  SinkableWeights() = default;
+  SinkableWeights(std::shared_ptr<WeightSink> sink,
+                  const at::Tensor& w1,
+                  const at::Tensor& w2,
+                  const at::Tensor& w3);
 
   void begin_backward() const;
 
-  // Returns whether the sink has used the gradient gradᵀ x of a weight, see WeightSink::take.
+  // Calls WeightSink::take for w1, w2 or w3 (`index` 0, 1 or 2) and returns its result; returns
+  // false without a sink, or if the running backward does not accumulate the gradient into a leaf.
   bool take(std::size_t index, const at::Tensor& grad, const at::Tensor& x) const;
 
  private:

@@ -55,8 +55,8 @@ struct BackwardSteps {
 };
 
 BackwardSteps backward_steps(const std::variant<bool, std::string>& option) {
-  if (const auto* whole = std::get_if<bool>(&option)) {
-    return {.any = *whole};
+  if (const auto* enabled = std::get_if<bool>(&option)) {
+    return {.any = *enabled};
   }
   const auto& name = std::get<std::string>(option);
   if (name != "rows") {

@@ -25,7 +25,7 @@ namespace {
 
 constexpr int64_t kMaxNumber = std::numeric_limits<int32_t>::max();
 
-// The kind of an action by its text in a schedule.
+// Parses an action's kind: "F", "SEND_F", "UNSHARD", ...
 ActionKind parse_kind(const std::string& kind) {
   const bool is_sharding = kind == "UNSHARD" || kind == "RESHARD";
   return parse_action("0" + kind + (is_sharding ? "" : "0")).kind;

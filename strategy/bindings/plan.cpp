@@ -200,7 +200,9 @@ void bind_plan(py::module_& module) {
 }  // namespace
 
 PYBIND11_MODULE(_plan, module) {
-  module.doc() = "Meshes, plans and the arithmetic of shards: values of C++, without torch.";
+  module.doc() =
+      "C++ values, without torch: meshes, plans, shard ranges, memory predictions, pipeline "
+      "schedules.";
 
   std::vector<std::string_view> styles;
   for (const Style style : all_styles()) {

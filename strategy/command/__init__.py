@@ -1,7 +1,7 @@
 """The command `weft`: `weft estimate` predicts memory, `weft compare` compares sharded with unsharded training.
 
-It is a package of its own, because importing the package `weft` loads torch and the operators, and estimates of the
-models that the C++ memory model knows need neither: `weft` loads them unless `needs_operators` is False here.
+It is a package of its own because importing `weft` loads torch and the operators, unless `needs_operators` is False
+here. `weft estimate` sets it to False: estimates of the models that the C++ memory model knows need neither.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _add_compare(commands: Any) -> None:
     compare.add_argument("--batch", metavar=name, help="a batch, or a function that makes one")
     compare.add_argument("--loss", metavar=name, help="a function (module, batch) -> loss")
     compare.add_argument("--layout", default="tp2", help="such as tp2 (default), dp2 or dp2,tp2")
-    compare.add_argument("--plan", default="auto", help="auto (default), huggingface, a file, rules as YAML, or a name")
+    plan_help = "auto (default), huggingface, a file, rules as YAML, or the dotted name of a function"
+    compare.add_argument("--plan", default="auto", help=plan_help)
     compare.add_argument("--steps", type=int, default=3)
     compare.add_argument("--learning-rate", type=float, default=0.01, help="of SGD")
     compare.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float64")
@@ -68,12 +69,12 @@ def _add_compare(commands: Any) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    # A script has its own folder on the path, `python -m` the current one, where the user's modules are.
+    # The user's modules are in the current folder. `python -m` adds it to the path; a script adds only its own folder.
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     strategy = importlib.import_module("weft.strategy")
-    taken = ("batch", "layout", "plan", "steps", "learning_rate", "tolerance", "zero_stage", "sequence_parallel")
-    options = {name: getattr(args, name) for name in (*taken, "first_layers", "mode", "seed", "timeout")}
+    names = ("batch", "layout", "plan", "steps", "learning_rate", "tolerance", "zero_stage", "sequence_parallel")
+    options = {name: getattr(args, name) for name in (*names, "first_layers", "mode", "seed", "timeout")}
     dtype = getattr(importlib.import_module("torch"), args.dtype)
     try:
         result = strategy.compare(args.module, loss_fn=args.loss, dtype=dtype, **options)

@@ -5,7 +5,7 @@
     print(weft.strategy.report(model))
 
 `Mesh`, the arithmetic of shards, the plan's rules and the memory model are C++ values in `weft.strategy._plan`. Names
-are loaded at their first use, so that `weft estimate` does without torch.
+are loaded at their first use, so that `weft estimate` can run without torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _MODULES = {
     "sharding.gradients": ("check_replicated_gradients", "gradient_fingerprint"),
     "sharding.local_tensor": ("local_of",),
 }
-# Documented paths of modules that are in sub-packages.
+# Documented paths -> the modules in sub-packages that they name.
 _ALIASES = {
     "activation_checkpointing": "modules.activation_checkpointing",
     "fused_optimizers": "optimizers.fused_optimizers",

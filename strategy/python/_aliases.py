@@ -1,4 +1,4 @@
-"""Imports a module of a sub-package also by a path above it, without loading it before that."""
+"""Makes a module of a sub-package importable under a second, shorter path; the module is loaded at its first import."""
 
 from __future__ import annotations
 

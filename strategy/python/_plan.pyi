@@ -1,23 +1,24 @@
 """The C++ values behind `weft.strategy`: meshes, plans and the arithmetic of shards.
 
-Everything here is a plain value or a pure function: no torch, no processes, no communication. A refusal is a
-ValueError of one sentence. Styles travel as the strings in `STYLES`.
+Everything here is an immutable value or a pure function, without torch, processes or communication. Styles, kinds of
+schedules and kinds of actions are strings. Invalid values raise ValueError.
 """
 
 from collections.abc import Sequence
 from typing import Final, Literal, final
 
 AXIS_NAMES: Final[tuple[str, ...]]
-"""The names a mesh axis may have, in the order outer to inner that weft uses itself."""
+"""The valid names of mesh axes, from outer to inner as usually laid out."""
 
 STYLES: Final[tuple[str, ...]]
-"""The styles a rule may name, as listed in docs/styles.md."""
+"""The styles that a rule may name; see docs/styles.md."""
 
 @final
 class Mesh:
-    """Named axes with sizes, the last one running fastest, as in torch's DeviceMesh; immutable and hashable.
+    """The ranks of a job laid out along named axes; the last axis varies fastest, as in torch's DeviceMesh.
 
-    `Mesh()` has no axes and one rank. ValueError: an unknown or repeated name, a size below 1.
+    Hashable. `Mesh()` has no axes and one rank. ValueError: an unknown or repeated name, a size below 1, or more than
+    2^31 - 1 ranks.
     """
 
     def __init__(self, axes: Sequence[tuple[str, int]] = ...) -> None: ...
@@ -29,33 +30,34 @@ class Mesh:
     def axes(self) -> list[tuple[str, int]]: ...
     def has_axis(self, axis: str) -> bool: ...
     def size(self, axis: str | None = None) -> int:
-        """The number of ranks, or of ranks along one axis. ValueError: this mesh has no such axis."""
+        """The number of ranks, in total (None) or along one axis. ValueError: this mesh has no such axis."""
 
     def coordinates(self, global_rank: int) -> list[int]:
         """One coordinate per axis, in axis order. ValueError: the rank lies outside the mesh."""
 
     def rank(self, coordinates: Sequence[int]) -> int:
-        """The global rank at these coordinates: the inverse of `coordinates`."""
+        """The global rank at these coordinates; the inverse of `coordinates`. ValueError: one is outside its axis."""
 
     def group(self, axis: str, global_rank: int) -> list[int]:
-        """The global ranks, ascending, that differ from this one along `axis` only (itself included)."""
+        """The global ranks, ascending, whose coordinates differ from this rank's along `axis` only, including it."""
 
     def groups(self, axis: str) -> list[list[int]]:
-        """All groups along `axis`, ordered by their first rank; together they are every rank once."""
+        """All groups along `axis`, ordered by first rank. Every rank is in exactly one of them."""
 
     def check_world_size(self, world_size: int) -> None:
-        """ValueError, naming sizes that would fit, unless the mesh has exactly this many ranks."""
+        """Raise ValueError, naming meshes that would fit, unless the mesh has exactly `world_size` ranks."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
 class Rule:
-    """`pattern` gives `style` to the modules it matches; `heads` names the attribute counting their heads.
+    """Gives `style` and options to the modules whose names match `pattern`.
 
-    `recompute`: the forward keeps the input alone. `offload`: what is kept for the backward waits in CPU memory.
-    `precision`: "float32", "bfloat16" or "float16", which the module and those below compute in. ValueError: an unknown
-    style or precision.
+    `heads`: the attribute of the parent module that counts the heads in the layer's output (style "row": input).
+    `recompute`: the forward saves only the input, and the backward recomputes the rest. `offload`: tensors saved for
+    the backward are kept in CPU memory. `precision`: "float32", "bfloat16" or "float16", the dtype that the module and
+    the modules below it compute in. ValueError: an unknown style or precision.
     """
 
     def __init__(
@@ -84,31 +86,31 @@ class Rule:
 
 @final
 class Plan:
-    """Ordered rules from name patterns to styles; immutable and hashable.
+    """Rules that map name patterns to styles, in the order in which they were given; hashable.
 
-    Rules are given as `Rule`s or as (pattern, style, heads) triples. A rule that repeats an earlier one is
-    kept once. ValueError: an unknown style, a malformed pattern, an option that means nothing to the style, one pattern
-    with two different values.
+    Rules are given as `Rule`s or as (pattern, style, heads) triples. A rule that repeats an earlier one exactly is kept
+    once. ValueError: an unknown style, a malformed pattern, an option that the style does not support, or two different
+    rules with the same pattern.
     """
 
     def __init__(self, rules: Sequence[Rule | tuple[str, str, str | None]] = ...) -> None: ...
     @staticmethod
     def parse(text: str) -> Plan:
-        """Reads what `str(plan)` prints, one rule a line; YAML and JSON proper are for PyYAML and json."""
+        """Reads what `str(plan)` prints, one rule per line; this is a subset of YAML, and not JSON."""
 
     @property
     def rules(self) -> list[Rule]: ...
     def resolve(self, module_names: Sequence[str]) -> list[tuple[str, Rule]]:
-        """The rule of each module that has one, in the order of `module_names` ("" is the model itself).
+        """The modules to which a rule applies, with their rules, in the order of `module_names` ("": the model itself).
 
-        Where several rules give one module the same style they are one, with the options of all. A module below one
-        that a column_row_mlp, attention, sequence_parallel or ignore rule owns is left out when its own style is the
-        same. ValueError: a pattern that matches no module; rules that disagree on a module, or with an owner among its
-        ancestors.
+        Rules that give a module the same style are merged into one rule that has the options of all of them. The styles
+        column_row_mlp, attention, sequence_parallel and ignore own the modules below: a module below that has the same
+        style, and no options or the same options, is left out. ValueError: a pattern that matches no module; rules that
+        disagree on a module, or with the owner above it.
         """
 
     def to_json(self) -> str:
-        """A compact JSON object, pattern to style or to {"style": ..., "heads": ...} and the like."""
+        """A JSON object without blanks: from pattern to style, or to {"style": ..., "heads": ...} for options."""
 
     def __len__(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...
@@ -116,15 +118,16 @@ class Plan:
 
 @final
 class FeedForwardModel:
-    """One MLP for `TrainingSpec`: layers w1, w2 and, if gated, w3; sizes in features."""
+    """One MLP for `TrainingSpec`, module "": layers "w1", "w2" and, if gated, "w3"; sizes in features."""
 
     def __init__(self, *, dim: int, hidden_dim: int, gated: bool = True, bias: bool = False) -> None: ...
 
 @final
 class DecoderModel:
-    """A Llama-like language model for `TrainingSpec`; its modules have the names of LlamaForCausalLM.
+    """A Llama-style language model for `TrainingSpec`; its modules are named as in LlamaForCausalLM.
 
-    `max_tokens`: rows of the rotary tables that are buffers. `attention_bias`: of query, key and value.
+    `max_tokens`: the rows of the rotary tables, which are buffers. `attention_bias`: query, key and value have a bias.
+    `tied`: the output layer's weight is the embedding's.
     """
 
     def __init__(
@@ -144,12 +147,12 @@ class DecoderModel:
 
 @final
 class TrainingSpec:
-    """A model in training on a mesh, whose memory is to be predicted.
+    """The training of a model on a mesh, for which memory is predicted.
 
-    `plan` None: "auto". A batch of `sequences` times `tokens` goes to each data-parallel rank. `precision`: "32-true",
-    "bf16-true", "16-true", "bf16-mixed", "16-mixed". `optimizer`: "SGD", "SGD with momentum", "Adam", "AdamW",
-    "Adagrad". `activation_checkpointing`: "none", "selective", "full". The other options are the strategies'.
-    ValueError: an unknown name.
+    `plan` None: "auto". The batch of each data-parallel rank has `sequences` sequences of `tokens` tokens. `precision`:
+    "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed". `optimizer`: "SGD", "SGD with momentum", "Adam",
+    "AdamW", "Adagrad". `activation_checkpointing`: "none", "selective", "full". The other options are those of the
+    same names of the strategies for Lightning. ValueError: an unknown name.
     """
 
     def __init__(
@@ -168,46 +171,56 @@ class TrainingSpec:
         activation_checkpointing: str = "none",
     ) -> None: ...
     def module_names(self) -> list[str]:
-        """The names that the plan's patterns are held against."""
+        """The names of the model's modules, parents first, which the plan's patterns match."""
 
     def predict(self, global_rank: int) -> dict[str, dict[str, int]]:
-        """Bytes by category at the peak of each phase: init, forward, backward and step.
+        """{phase: {category: bytes}} at the peak of the phases "init", "forward", "backward" and "step".
 
-        ValueError: sizes below one, heads that do not divide, a plan that does not fit, an axis without a prediction,
-        a rank outside the mesh.
+        ValueError: sizes out of range, numbers of heads that the tensor-parallel size does not divide, a plan that does
+        not match the model or has a style or option without a prediction, an axis that is not supported, a rank outside
+        the mesh, or options that exclude each other.
         """
 
     def distinct_ranks(self) -> list[tuple[int, int]]:
-        """(rank, how many ranks are like it) of each set of local shapes. ValueError: as `predict`."""
+        """(one global rank, number of ranks) for each distinct set of local shapes. ValueError: as `predict`."""
 
     def parameter_cost(self) -> tuple[int, float]:
-        """(parameters of the model, bytes that each costs: itself, gradient, states, half-precision copies)."""
+        """(number of parameter elements of the unsharded model, bytes that training takes for each element).
+
+        The bytes are those of the parameter, its gradient (0 if it is stepped in the backward), its optimizer states
+        and its half-precision copies. Tied parameters count once.
+        """
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a dotted module name fits a pattern: `*` is one level or a part of one, "" the model itself."""
+    """Whether a pattern matches a dotted module name.
+
+    `*` matches any run of characters, also an empty one, within one level; the pattern "" matches the model itself.
+    """
 
 def check_style(style: str) -> None:
-    """ValueError, with the valid styles and the nearest one, unless `style` is in `STYLES`."""
+    """Raise ValueError, with the valid styles and the nearest one, unless `style` is in `STYLES`."""
 
 def check_heads(module: str, attribute: str, num_heads: int, tp_size: int) -> None:
-    """ValueError unless `num_heads` heads, read from `attribute`, divide over `tp_size` ranks."""
+    """Raise ValueError unless `num_heads`, the value of `attribute` for `module`, is divisible by `tp_size`."""
 
 def shard_range(dim_size: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """(start, length) of a rank's shard of a dim, as torch.chunk and DTensor's Shard cut it.
+    """(start, length) of a rank's shard of a dim, as in torch.chunk and DTensor's Shard.
 
-    Chunks have the size ceil(dim_size / num_ranks); later ones are smaller or empty, an empty one starting at
-    `dim_size`. `rank` counts within the group of `num_ranks`.
+    Each rank has ceil(dim_size / num_ranks) indices, the last ranks fewer or none; an empty shard starts at `dim_size`.
+    `rank` is the rank in the group of `num_ranks`.
     """
 
 SCHEDULES: Final[tuple[str, ...]]
-"""What `Schedule.generate` makes, as listed in docs/schedules.md."""
+"""The kinds of schedules that `Schedule.generate` supports; see docs/schedules.md."""
 
 @final
 class Action:
-    """One entry of a pipeline's schedule; immutable and hashable.
+    """One entry of a pipeline schedule; hashable.
 
-    `kind`: "F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B" for a micro-batch, "UNSHARD", "RESHARD" without
-    one. ValueError: another kind, or a number that is negative.
+    `kind`: "F" (forward), "B" (full backward), "I" and "W" (the halves of a split backward: gradients of the stage's
+    input, then of its weights), "SEND_F", "RECV_F", "SEND_B", "RECV_B" (activations and gradients), each with a
+    micro-batch; "UNSHARD", "RESHARD" without one. ValueError: another kind, a negative number, or a micro-batch that is
+    missing or superfluous.
     """
 
     def __init__(self, stage: int, kind: str, micro_batch: int | None = None) -> None: ...
@@ -223,17 +236,18 @@ class Action:
     def micro_batch(self) -> int | None: ...
     @property
     def computes(self) -> bool:
-        """Whether it is a forward or any part of a backward."""
+        """Whether it is a forward, a backward or half of a backward."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
 class StageCost:
-    """What one stage takes for one micro-batch: times in any one unit, bytes.
+    """The cost of one stage for one micro-batch; all times are in one unit, whichever it is.
 
-    A whole backward takes the sum of its halves. `transfer`: to the next stage, and as long back. `activation_bytes`
-    are kept from a forward until the end of its backward, `parameter_bytes` all the time.
+    A full backward takes the sum of its halves. `transfer`: the time from the end of a forward until its output arrives
+    at the next stage, and the same for the gradient sent back. `activation_bytes` are kept from a forward until the end
+    of its backward; `parameter_bytes` (parameters, gradients, optimizer states) are held all the time.
     """
 
     def __init__(
@@ -274,23 +288,23 @@ class Span:
 
 @final
 class Simulation:
-    """How a schedule runs, given what its stages cost."""
+    """The result of `Schedule.simulate`."""
 
     @property
     def makespan(self) -> float:
-        """The time of the last end."""
+        """The time at which the last computation ends."""
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all ranks' time in which they wait."""
+        """The fraction of all ranks' time in which they are idle."""
 
     @property
     def ranks(self) -> list[list[Span]]:
-        """Each rank's computations, in order."""
+        """By rank: its computations, in order."""
 
     @property
     def in_flight(self) -> list[int]:
-        """By stage: the most micro-batches between their forward and the end of their backward."""
+        """By stage: the most micro-batches at once whose forward is done and whose backward is not."""
 
     @property
     def peak_bytes(self) -> list[int]:
@@ -298,22 +312,25 @@ class Simulation:
 
 @final
 class Schedule:
-    """What each rank of a pipeline does, in order; immutable and hashable.
+    """A pipeline schedule: for each pipeline rank, the list of its actions in order; hashable.
 
-    Generate one, or read CSV, which the files of torch.distributed.pipelining are, too. The other methods give new
-    schedules. ValueError: a stage on two ranks, a gap in the stages, a rank that computes nothing.
+    A rank may have several stages, a stage is on one rank. ValueError: a stage on two ranks, one of the stages from 0
+    to the highest is missing, or a rank has no compute actions.
     """
 
     def __init__(self, ranks: Sequence[Sequence[Action]]) -> None: ...
     @staticmethod
     def parse(csv: str) -> Schedule:
-        """Reads what `str(schedule)` prints: a line for each rank, actions separated by commas."""
+        """Reads CSV, as `str(schedule)` prints it: one line per rank, actions separated by commas.
+
+        Empty cells are skipped, so files of torch.distributed.pipelining can be read, too.
+        """
 
     @staticmethod
     def generate(kind: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> Schedule:
-        """A schedule of one of `SCHEDULES`, of arithmetic alone; stage s is on rank s % num_ranks.
+        """A schedule of a kind in `SCHEDULES`, of compute actions only; stage s is on rank s % num_ranks.
 
-        ValueError: numbers below 1; several stages a rank for "1f1b" and "zero_bubble".
+        ValueError: numbers below 1; several stages per rank for "1f1b" and "zero_bubble".
         """
 
     @property
@@ -333,34 +350,47 @@ class Schedule:
     @property
     def has_backward(self) -> bool: ...
     def check(self, channel_capacity: int = 0) -> None:
-        """ValueError, naming the action, unless the schedule is complete and ranks never wait in a circle.
+        """Raise ValueError, naming the first action at fault, unless the schedule is complete and does not deadlock.
 
-        With sends and receives, `channel_capacity` messages of a channel may be sent before their receives are posted.
+        `channel_capacity`: the number of messages that each channel (one boundary between stages in one direction)
+        buffers before their receives are posted; with 0, a send blocks until its receive is posted.
         """
 
     def add_communication(self, channel_capacity: int = 0, prefetch: int = 1) -> Schedule:
-        """The same with sends, and with receives posted `prefetch` computations ahead; see docs/schedules.md."""
+        """The schedule with sends, and with receives posted `prefetch` compute actions ahead.
+
+        `channel_capacity`: as for `check`. ValueError: there is communication already; see also `check`.
+        """
 
     def add_unshards(self, max_unsharded: int = 2) -> Schedule:
-        """The same with UNSHARD and RESHARD, no rank holding more than `max_unsharded` stages' whole parameters."""
+        """The schedule with UNSHARD and RESHARD around compute actions.
+
+        A rank never holds the unsharded parameters of more than `max_unsharded` stages at once.
+        """
 
     def merge_backwards(self) -> Schedule:
-        """The same with whole backwards where two halves follow each other."""
+        """The schedule with adjacent halves of a backward merged into a full one.
+
+        They stay split if the gradient of the stage's input goes to another rank.
+        """
 
     def forward_only(self) -> Schedule:
-        """The forwards alone, for an evaluation."""
+        """The forwards only, for an evaluation. ValueError: there are actions that do not compute."""
 
     def first_micro_batches(self, num_micro_batches: int) -> Schedule:
-        """The same order for the first micro-batches alone. ValueError: more than there are, not arithmetic alone."""
+        """The actions of the first `num_micro_batches` only, in the same order.
+
+        ValueError: a number below 1 or above that of the schedule, or actions that do not compute.
+        """
 
     def simulate(self, costs: Sequence[StageCost] = [StageCost()]) -> Simulation:
-        """Runs it on paper.
+        """The times and bytes of a run in which each rank executes its actions as soon as their inputs have arrived.
 
         Args:
-            costs: one for all, one for each stage, or one for each stage's every micro-batch, stage by stage; bytes of
-                parameters are those of a stage's first.
+            costs: one for all stages, one for each stage, or one for each stage and micro-batch, stage by stage; the
+                `parameter_bytes` of a stage are then those of its first micro-batch.
 
-        ValueError: another number of costs, negative ones; see `check`.
+        ValueError: another number of costs, or negative ones; see also `check`.
         """
 
     def __eq__(self, other: object) -> bool: ...
@@ -368,14 +398,19 @@ class Schedule:
 
 @final
 class Partition:
-    """Stages that follow each other: each one's first layer, time and bytes."""
+    """A cut of layers into consecutive stages."""
 
     @property
-    def begins(self) -> list[int]: ...
+    def begins(self) -> list[int]:
+        """By stage: the index of its first layer."""
+
     @property
-    def times(self) -> list[float]: ...
+    def times(self) -> list[float]:
+        """By stage: for one micro-batch."""
+
     @property
-    def bytes(self) -> list[int]: ...
+    def bytes(self) -> list[int]:
+        """By stage: of parameters, and of the activations of its micro-batches in flight."""
 
 def partition(
     times: Sequence[float],
@@ -387,27 +422,33 @@ def partition(
     memory_limit: int | None = None,
     memory_weight: float = 0,
 ) -> Partition:
-    """Cuts layers into stages such that the slowest is as fast as can be; of several such cuts, the most even.
+    """Cuts layers into consecutive stages: minimizes the largest cost of a stage, then the sum of squared costs.
 
     Args:
-        times: of each layer, forward and backward of one micro-batch.
-        activation_bytes: of each layer, kept between them. Default: none.
-        parameter_bytes: of each layer, with gradients and optimizer states. Default: none.
+        times: of each layer, forward and backward of one micro-batch, in any one unit.
+        activation_bytes: of each layer, kept from the forward to the backward. Default: 0.
+        parameter_bytes: of each layer: parameters, gradients, optimizer states. Default: 0.
         in_flight: of each stage, `Simulation.in_flight` of the schedule to be used. Default: 1.
-        memory_limit: the most bytes of a stage.
-        memory_weight: 0 balances time, 1 bytes, between them both.
+        memory_limit: the most bytes of a stage. None: no limit.
+        memory_weight: the cost of a stage. 0: its time. 1: its bytes. Between: the weighted sum of its fractions of the
+            total time and the total bytes.
 
-    ValueError: fewer layers than stages, numbers out of range, or no cut within the limit (names one that would do).
+    ValueError: fewer layers than stages, numbers out of range, or no cut within the limit, naming the smallest limit
+    that would suffice.
     """
 
 @final
 class LinearTime:
-    """A time that grows with the samples of a micro-batch: fixed + per_sample * samples."""
+    """A time that is linear in the samples of a micro-batch: fixed + per_sample * num_samples."""
 
     def __init__(self, fixed: float = 0, per_sample: float = 0) -> None: ...
     @staticmethod
     def fit(num_samples: Sequence[int], times: Sequence[float]) -> LinearTime:
-        """The line through measurements by least squares; all per sample where they have one size."""
+        """Fits a line to measured times by least squares, with neither coefficient below 0.
+
+        With one measured size, the time is proportional to the samples. ValueError: no measurements, another number of
+        times than of sizes, a size below 1, a negative time.
+        """
 
     @property
     def fixed(self) -> float: ...
@@ -417,11 +458,11 @@ class LinearTime:
 
 @final
 class MeasuredTime:
-    """Times as they were measured, straight between the sizes, and beyond the largest on as between the last two.
+    """Interpolates measured times linearly between the measured sizes, in samples.
 
-    Fewer samples than were measured take as long as the smallest; of one size, times are in proportion.
-
-    ValueError: as many times as sizes are wanted, and sizes that ascend.
+    Above the largest size, times continue with the slope between the last two, or are constant if that slope is
+    negative. Below the smallest size, the time is that of the smallest. With one measured size, the time is
+    proportional to the samples. ValueError: as `LinearTime.fit`, or sizes that do not ascend.
     """
 
     def __init__(self, num_samples: Sequence[int], times: Sequence[float]) -> None: ...
@@ -429,7 +470,7 @@ class MeasuredTime:
 
 @final
 class StageProfile:
-    """What one stage takes, by the samples of a micro-batch."""
+    """The cost of one stage as a function of the samples of a micro-batch; fields as in `StageCost`."""
 
     def __init__(
         self,
@@ -468,11 +509,11 @@ class TunePoint:
 
     @property
     def makespan(self) -> float:
-        """The time of a step, in the unit of the stages' times."""
+        """The time of a training step, in the unit of the stages' times."""
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all ranks' time in which they wait."""
+        """The fraction of all ranks' time in which they are idle."""
 
     @property
     def peak_bytes(self) -> int:
@@ -492,24 +533,27 @@ def tune(
     memory_limit: int | None = None,
     tapers: bool = True,
 ) -> list[TunePoint]:
-    """Simulates schedules over numbers of micro-batches; fastest first, those above the limit last.
+    """Simulates kinds of schedules with numbers of micro-batches; fastest first, those above the memory limit last.
 
-    Each number as even as can be and, where that is faster, in the best of sizes that are smaller towards the ends of
-    the batch.
+    For each kind and number there is a point with micro-batches of even sizes. Except for "naive", there is another one
+    with micro-batches that are smaller towards the ends of the batch, if that is faster, or fits and even sizes do not.
 
     Args:
         stages: stage s is on rank s % num_ranks.
         batch_size: samples of a step.
-        kinds: of `SCHEDULES`. Default: all that take the stages a rank has.
+        kinds: from `SCHEDULES`. Default: "naive", "gpipe", "1f1b" and "zero_bubble" for one stage per rank; "naive",
+            "interleaved" and "looped_bfs" for several.
         micro_batch_counts: Default: 1, 2, 3, 4, 6, 8, 12 and so on, up to `batch_size`.
-        memory_limit: the most bytes of a rank.
-        tapers: whether other sizes than even ones are tried.
+        memory_limit: the most bytes of a rank. None: no limit.
+        tapers: whether uneven sizes are tried, too.
 
-    ValueError: stages that the ranks do not divide, numbers out of range, kinds that do not take several stages a rank.
+    ValueError: stages that are not a multiple of the ranks, numbers out of range, or kinds that do not support the
+    number of stages per rank.
     """
 
 def deal_samples(batch_size: int, shares: Sequence[float]) -> list[int]:
-    """The samples of each micro-batch, at least one, in proportion to `shares`; of equal shares the first are larger.
+    """The samples of each micro-batch: at least one, and as nearly proportional to `shares` as possible.
 
-    ValueError: fewer samples than shares, a share that is not above 0.
+    Among equal shares, the first ones are larger. ValueError: fewer samples than shares, or a share that is not above
+    0.
     """

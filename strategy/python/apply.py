@@ -35,9 +35,10 @@ def parallelize(
 ) -> nn.Module:
     """Shard a model over the tensor-parallel axis of a mesh, in place.
 
-    Every parameter becomes a DTensor on that axis (replicated if no rule names it) under its own name; forwards compute
-    on local tensors with weft's operators. Build the optimizer afterwards. FSDP2 (`fully_shard` over another axis) and
-    torch.compile also come afterwards. There is no communication: the ranks must hold equal values.
+    Parameters become DTensors on that axis under their own names: sharded by their rules, or replicated. Those of
+    `ignore` rules and of an nn.Embedding with max_norm stay plain. Forwards compute on local tensors with weft's
+    operators. Build the optimizer afterwards. FSDP2 (`fully_shard` over another axis) and torch.compile also come
+    afterwards. There is no communication: the ranks must hold equal values.
 
     Args:
         model: plain modules on any device, meta included. Buffers do not change, nor do parameters that are DTensors
@@ -45,7 +46,7 @@ def parallelize(
         mesh: a DeviceMesh of one axis, or with an axis named "tensor_parallel".
         plan: see `Plan`. Applying the same plan again changes nothing.
         keeps_plain_on_one_rank: if the tensor-parallel axis has one rank, parameters stay plain, because FSDP2 is
-            faster on plain tensors than on DTensors. Not supported with rules that set a precision.
+            faster on plain tensors than on DTensors. Has no effect with rules that set a precision.
 
     Returns:
         `model`.
@@ -70,13 +71,13 @@ def parallelize(
     dims = parameter_dims(model, assignments)
     _check_modules(model)
     check_written(model)
-    others = {id(m) for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))}
-    others |= ignored
+    excluded = {id(m) for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))}
+    excluded |= ignored
     stays_plain = keeps_plain_on_one_rank and tp_mesh.size() == 1
     stays_plain = stays_plain and not any(options.precision for options in assignments.options.values())
     materialized = _replace_parameters(model, None if stays_plain else tp_mesh, dims)
     materialize(model)
-    _set_parallel_classes(model, tp_mesh, assignments, roles, others)
+    _set_parallel_classes(model, tp_mesh, assignments, roles, excluded)
     notes = [*assignments.notes, *_apply_options(model, assignments)]
     for (module_name, attribute), count in assignments.heads.items():
         setattr(model.get_submodule(module_name), attribute, count)
@@ -124,7 +125,7 @@ _UNCHANGED = -1  # the dim of a parameter that a rule leaves unchanged
 
 
 def _stacklevel_of_caller() -> int:
-    """Return the level, for the caller's warnings, of the first frame outside of weft, Lightning and torch."""
+    """Return the `stacklevel`, for a warning of the caller, of the first frame outside of weft, Lightning and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -136,7 +137,7 @@ def _is_library(module: str) -> bool:
 
 
 def _ignored_modules(model: nn.Module, assignments: Assignments) -> set[int]:
-    """Return the ids of the modules that stay unchanged: those of a rule, with all below them, and some embeddings.
+    """Return the ids of the modules that stay unchanged: those of `ignore` rules, all below them, and some embeddings.
 
     An nn.Embedding with max_norm writes to its weight in the forward, which torch forbids for a view of a DTensor.
     """
@@ -223,7 +224,8 @@ def _replace_parameters(model: nn.Module, mesh: DeviceMesh | None, dims: dict[in
     Without a mesh they become plain parameters.
 
     Returns:
-        The names of deferred parameters that were materialized in full; of many, the first ones and the last.
+        The names of sharded parameters that were deferred and were materialized in full, as one text; of more than six,
+        the first four and the last.
     """
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for module_name, module in model.named_modules():
@@ -245,9 +247,13 @@ def _replace_parameters(model: nn.Module, mesh: DeviceMesh | None, dims: dict[in
 
 
 def _set_parallel_classes(
-    model: nn.Module, mesh: DeviceMesh, assignments: Assignments, roles: dict[int, SequenceRole], others: set[int]
+    model: nn.Module, mesh: DeviceMesh, assignments: Assignments, roles: dict[int, SequenceRole], excluded: set[int]
 ) -> None:
-    """Give modules the classes of their styles; `others` had DTensors before, and their code supports them."""
+    """Give modules the classes of their styles.
+
+    `excluded`: the ids of modules below the model that keep their class: ignored ones, and those whose parameters were
+    DTensors before, whose code supports them.
+    """
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
     local_attributes = {id(model.get_submodule(name)): tuple(c.items()) for name, c in assignments.counts.items()}
     dropout_inputs = {id(model.get_submodule(name)): dims for name, dims in assignments.dropouts.items()}
@@ -262,7 +268,7 @@ def _set_parallel_classes(
         assignment = by_module.get(id(module), Assignment(""))
         if state_of(module) is not None or (
             module is not model
-            and (id(module) in others or not (_needs_parallel_class(module) or id(module) in changed))
+            and (id(module) in excluded or not (_needs_parallel_class(module) or id(module) in changed))
         ):
             continue
         cls = type(module)
@@ -296,7 +302,7 @@ def _set_parallel_classes(
 
 
 def _apply_options(model: nn.Module, assignments: Assignments) -> list[str]:
-    """Wrap the forwards of modules whose rules say so; returns notes."""
+    """Checkpoint and offload the modules whose rules have these options; returns notes for the report."""
     for name, options in assignments.options.items():
         module = model.get_submodule(name)
         if options.recompute:
@@ -315,7 +321,7 @@ def _vocab_start(module: nn.Module, mesh: DeviceMesh, style: str) -> int:
 
 
 def _needs_parallel_class(module: nn.Module) -> bool:
-    """Return whether a module holds parameters or calls modules that do; others keep their class."""
+    """Return whether a module holds parameters itself, or has a forward and modules below it that hold some."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     holds = any(True for _ in module.parameters(recurse=False))

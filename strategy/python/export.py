@@ -24,12 +24,15 @@ def export_local(model: nn.Module) -> nn.Module:
     """Return a copy of a parallelized model that holds this rank's shards as plain parameters, under unchanged names.
 
     Weights that are gathered for each forward are full in the copy, so all ranks of the group must call this.
-    Sharded layers become weft.nn modules (a fused MLP one that calls the fused operator), all others get their own
-    class back. The copy runs on this rank of the same group like the model, can be scripted, and after loading in
-    another job is bound to that job's group by `weft.nn.rebind_group`.
+    Sharded layers become weft.nn modules or layers of `export_layers`, a fused MLP a module that calls the fused
+    operator; all other modules get their own class back. The copy computes the same as the model on this rank of the
+    same group, and can be scripted. After loading it in another job, bind it to that job's group by
+    `weft.nn.rebind_group`.
 
     Raises:
-        ValueError: parameters are also sharded over another axis, or on the meta device.
+        ValueError: parameters are also sharded by fully_shard, or on the meta device; or a module computes what a plain
+            copy would not: on a shard of the sequence, in a precision of its own, with summed gradients, with dropout
+            on shards in train mode, or an embedding with a forward of its own or a trainable padding row.
     """
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -58,13 +61,13 @@ def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
     if id(module) in done:
         return done[id(module)]
     state = state_of(module)
-    full = None if state is None else _full_features(module, state)
+    full_features = None if state is None else _full_features(module, state)
     if state is not None:
         module.__class__ = state.original_class
         remove_state(module)
         for attribute, value in state.local_attributes:  # a plain copy has no per-forward values
             setattr(module, attribute, value)
-    result = done[id(module)] = module if state is None else _replacement(module, state, full)
+    result = done[id(module)] = module if state is None else _replacement(module, state, full_features)
     for name, child in result._modules.items():
         if child is not None:
             result._modules[name] = _restore(child, done)
@@ -74,7 +77,7 @@ def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
 
 
 def _full_features(module: nn.Module, state: ModuleState) -> tuple[int, int] | None:
-    """Return (in, out) of the unsharded layer."""
+    """Return (in, out) features of the unsharded layer; None for other layers than linear ones."""
     if state.style not in (*COLUMN_STYLES, *ROW_STYLES, "vocab_head"):
         return None
     if isinstance(module, nn.Linear):
@@ -83,19 +86,19 @@ def _full_features(module: nn.Module, state: ModuleState) -> tuple[int, int] | N
     return features(module)[0], conv1d.nf
 
 
-def _replacement(module: nn.Module, state: ModuleState, full: tuple[int, int] | None) -> nn.Module:
+def _replacement(module: nn.Module, state: ModuleState, full_features: tuple[int, int] | None) -> nn.Module:
     if state.sequence_role is not None:
         raise ValueError(
-            f"export_local: a {state.original_class.__name__} works on a part of the sequence; parallelize the model "
-            "without sequence_parallel for export."
+            f"export_local: a {state.original_class.__name__} computes on a shard of the sequence; parallelize the "
+            "model without sequence_parallel for export."
         )
     if state.precision is not None:
         raise ValueError(
             f"export_local: a {state.original_class.__name__} computes in {state.precision} by its rule, which a plain "
             "copy would not; leave precision out of the plan for export."
         )
-    if full is not None:
-        return _linear(module, state, full)
+    if full_features is not None:
+        return _linear(module, state, full_features)
     if state.style == "replicate_sum_gradients" and any(p.requires_grad for p in module.parameters(recurse=False)):
         raise ValueError(
             f"export_local: a {state.original_class.__name__} sums its gradients over the ranks, which a plain copy "
@@ -131,7 +134,7 @@ def _is_transposed(layer: nn.Module) -> bool:
     return state is not None and state.transposed
 
 
-def _linear(module: nn.Module, state: ModuleState, full: tuple[int, int]) -> nn.Module:
+def _linear(module: nn.Module, state: ModuleState, full_features: tuple[int, int]) -> nn.Module:
     new: Any
     is_row, has_full_activations = state.style in ROW_STYLES, state.style not in ("column", "row")
     if state.transposed or has_full_activations:
@@ -140,13 +143,13 @@ def _linear(module: nn.Module, state: ModuleState, full: tuple[int, int]) -> nn.
         new.transposed = state.transposed
     else:
         new = _with_parameters_of(RowLinear if is_row else ColumnLinear, module)
-    new.in_features, new.out_features = full
+    new.in_features, new.out_features = full_features
     new.group_name = state.group_name
     return cast("nn.Module", new)
 
 
 def _check_embedding(module: Any) -> None:
-    """Raise for an embedding that does more than VocabParallelEmbedding; it has its own class again."""
+    """Raise for an embedding, in its own class, that does more than VocabParallelEmbedding."""
     if type(module).forward is not nn.Embedding.forward:
         raise ValueError(
             f"export_local: a {type(module).__name__} has a forward of its own around its table, which the copy would "
@@ -155,7 +158,7 @@ def _check_embedding(module: Any) -> None:
     if module.padding_idx is not None and module.weight.requires_grad:
         raise ValueError(
             f"export_local: an {type(module).__name__} with padding_idx={module.padding_idx} gives that row no "
-            "gradient, which the copy would not keep up; freeze it by requires_grad_(False)."
+            "gradient, and the copy would give it one; freeze it by requires_grad_(False)."
         )
 
 

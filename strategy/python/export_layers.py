@@ -1,6 +1,6 @@
-"""Scriptable layers, besides those of weft.nn, that replace parallelized ones in an exported copy.
+"""Scriptable layers that replace parallelized layers in an exported copy where those of weft.nn do not suffice.
 
-export_local makes them around existing parameters, `weight` and `bias` (or None).
+`export_local` makes them around existing parameters: `weight`, and `bias` or None.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import nn
 class ColumnLayer(nn.Module):
     """This rank's output features of a linear layer: `[..., in]` -> `[..., out_local]`, or `[..., out]` gathered.
 
-    Attributes: group_name; in_features and out_features of the unsharded layer; transposed: the weight is
-    `[in, out_local]`, as in GPT-2's Conv1D; gathers_output.
+    Attributes: group_name; in_features and out_features of the unsharded layer; transposed: whether the weight is
+    `[in, out_local]`, as in GPT-2's Conv1D; gathers_output: whether the output is `[..., out]`.
     """
 
     if TYPE_CHECKING:  # TorchScript would read annotations at run time
@@ -39,7 +39,8 @@ class ColumnLayer(nn.Module):
 class RowLayer(nn.Module):
     """This rank's input features of a linear layer: `[..., in_local]`, or `[..., in]` to split, -> `[..., out]`.
 
-    Attributes: as of ColumnLayer; splits_input.
+    Attributes: those of ColumnLayer except gathers_output (transposed: the weight is `[in_local, out]`);
+    splits_input: whether the input is `[..., in]`.
     """
 
     if TYPE_CHECKING:

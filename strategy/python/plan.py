@@ -32,8 +32,8 @@ class Plan:
         rules: one of
             - a dict from pattern to style, `{"layers.*.attention.wq": {"style": "column", "heads": "n_heads"}}`;
               styles are those of weft.strategy.STYLES, Hugging Face's names for them, or torch's ColwiseParallel and
-              RowwiseParallel; `*` in a pattern stands for a run of characters within one level, "" names the model;
-            - a callable that is given each module's name and the module, and returns its style or None;
+              RowwiseParallel; `*` in a pattern matches any characters within one level, "" is the model itself;
+            - a callable that is called with each module's name and the module, and returns its style or None;
             - a string, which is tried in this order: "auto", which recognises transformer blocks;
               "huggingface", the plan that a model of transformers brings with it; the path of a file (.yaml, .yml,
               .json) with such a dict; such a dict as YAML or JSON text; the dotted name of such a callable,
@@ -41,9 +41,11 @@ class Plan:
         sequence_parallel: shard the activations between the repeated blocks' layers along the sequence, which is the
             last dim but one of the blocks' first input. The other modules of the blocks must treat each token by
             itself: norms, dropout, residual sums.
-        verify: "auto": layers that "auto", "huggingface" or the style `attention` shard by heads are first compared
-            with themselves (`weft.strategy.verification`), and gathered if they differ; "always": column and row
-            rules are compared as well and raise if they differ; "never": without comparison.
+        verify: "auto" (default): layers that "auto", "huggingface" or the style `attention` would shard by heads are
+            compared with the unsharded code (`weft.strategy.verification`), and their activations are gathered if the
+            results differ; explicit column and row rules are compared, too, and a difference is a warning. "always": a
+            difference under such a rule, or a layer that cannot be compared, raises ValueError. "never": nothing is
+            compared.
         example: the arguments with which verification calls the model: a tensor, a tuple of positional or a dict of
             keyword arguments. None: a LightningModule's `example_input_array`, or inputs that follow from the model's
             first layer.
@@ -138,7 +140,7 @@ class Plan:
         self._model = weakref.ref(model)
 
     def assign(self, model: nn.Module, tp_size: int) -> Assignments:
-        """Return the style of each module; raises, naming the modules, for rules that do not fit. Changes nothing."""
+        """Return the styles of the modules; raises ValueError, naming modules, for rules that do not fit the model."""
         if self.preset:
             if self.is_auto:
                 return assign_auto(model, tp_size, self.verify, self.example, for_sequences=self.sequence_parallel)
@@ -146,7 +148,7 @@ class Plan:
         return assign_explicit(model, self.rules_for(model), tp_size, self.verify, self.example)
 
     def key(self) -> Any:
-        """Return a key that is equal for equal plans: their rules, their callable, or the preset."""
+        """Return a key that is equal for plans that give equal styles; `verify` and `example` are not part of it."""
         return self.preset or self._callable or self._rules, self.sequence_parallel
 
     def offloads(self, model: nn.Module) -> bool:
@@ -154,7 +156,7 @@ class Plan:
         return not self.preset and any(rule.offload for rule in self.rules_for(model).rules)
 
     def rules_for(self, model: nn.Module) -> _plan.Plan:
-        """Return the rules of this plan on a model; not for a preset."""
+        """Return the rules of this plan on a model; raises ValueError for a preset."""
         if self._callable is None:
             return self._fixed_rules()
         styles = {name: self._callable(name, module) for name, module in model.named_modules()}

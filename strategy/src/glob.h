@@ -12,9 +12,10 @@ std::vector<std::string_view> split_levels(std::string_view text);
 
 // Returns whether one level of a pattern matches one level of a name; `*` matches any run of
 // characters.
-bool level_matches(std::string_view pattern, std::string_view level);
+bool matches_level(std::string_view pattern, std::string_view level);
 
-bool levels_match(std::span<const std::string_view> pattern,
+// Returns whether the levels of a pattern match the levels of a name.
+bool matches_name(std::span<const std::string_view> pattern,
                   std::span<const std::string_view> name);
 
 }  // namespace weft::strategy::detail

@@ -101,7 +101,7 @@ size_t Mesh::axis_idx(std::string_view axis) const {
     }
     throw std::invalid_argument(
         "mesh " + quote(to_string()) + ": no axis " + quote(axis) + "; " +
-        (names.empty() ? "it has none" : "use one of " + detail::join(names, ", ")));
+        (names.empty() ? "it has no axes" : "use one of " + detail::join(names, ", ")));
   }
   return static_cast<size_t>(found - axes_.begin());
 }

@@ -17,7 +17,7 @@ using Levels = std::vector<std::string_view>;
 
 // The number of edits that make a level match a level of a pattern.
 size_t level_distance(std::string_view pattern, std::string_view level) {
-  return level_matches(pattern, level) ? 0 : edit_distance(pattern, level);
+  return matches_level(pattern, level) ? 0 : edit_distance(pattern, level);
 }
 
 // edit_distance over levels instead of characters; inserting or removing a level costs its length.

@@ -15,7 +15,7 @@ std::vector<std::string_view> split_levels(std::string_view text) {
   return text.empty() ? std::vector<std::string_view>{} : split(text, '.');
 }
 
-bool level_matches(std::string_view pattern, std::string_view level) {
+bool matches_level(std::string_view pattern, std::string_view level) {
   // Greedy with one backtracking point: if the text after the last `*` does not match, that `*`
   // takes one more character. An earlier `*` never has to be revisited.
   size_t p = 0;
@@ -38,9 +38,9 @@ bool level_matches(std::string_view pattern, std::string_view level) {
   return pattern.find_first_not_of('*', p) == std::string_view::npos;
 }
 
-bool levels_match(std::span<const std::string_view> pattern,
+bool matches_name(std::span<const std::string_view> pattern,
                   std::span<const std::string_view> name) {
-  return std::equal(pattern.begin(), pattern.end(), name.begin(), name.end(), level_matches);
+  return std::equal(pattern.begin(), pattern.end(), name.begin(), name.end(), matches_level);
 }
 
 }  // namespace detail
@@ -69,7 +69,7 @@ void check_pattern(std::string_view pattern) {
 
 bool matches(std::string_view pattern, std::string_view name) {
   check_pattern(pattern);
-  return detail::levels_match(detail::split_levels(pattern), detail::split_levels(name));
+  return detail::matches_name(detail::split_levels(pattern), detail::split_levels(name));
 }
 
 }  // namespace weft::strategy

@@ -57,7 +57,7 @@ std::vector<Match> find_matches(const std::vector<Rule>& rules,
     }
     Match match{.module = &name, .rules = {}};
     for (const size_t idx : by_num_levels[levels.size()]) {
-      if (detail::levels_match(patterns[idx].levels, levels)) {
+      if (detail::matches_name(patterns[idx].levels, levels)) {
         patterns[idx].is_used = true;
         match.rules.push_back(patterns[idx].rule);
       }

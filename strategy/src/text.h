@@ -22,7 +22,7 @@ std::optional<int64_t> parse_integer(std::string_view text);
 
 std::string join(std::span<const std::string> parts, std::string_view separator);
 
-// Quotes a module name; "(the model itself)" follows the empty one.
+// Quotes a module name, and adds "(the model itself)" to the empty one.
 std::string quote_module(std::string_view name);
 std::string quote(std::string_view text);
 

@@ -132,7 +132,7 @@ def test_report_lists_failed_rows(tmp_path: Path) -> None:
     result = run_process([sys.executable, "-c", program], env=ENVIRONMENT, timeout=100)
     assert result.returncode == 0, result.stderr
     table = (tmp_path / "table.md").read_text()
-    assert table.startswith("A GPU (driver 1.2, CUBLAS_WORKSPACE_CONFIG=:16:8), rank 0 with the others pretended, ")
+    assert table.startswith("A GPU (driver 1.2, CUBLAS_WORKSPACE_CONFIG=:16:8), rank 0 with the others simulated, ")
     assert "| feed_forward | weft | 2 | 1.0000 | 1.0000 | 1.0000 | 1.0000 | +0.00 % | 1.0000 | 2.0000 |" in table
     assert "Not measured: language_model, stock, 2 ranks." in table
     assert json.loads((tmp_path / "results.json").read_text()) == report

@@ -99,8 +99,8 @@ def test_training_matches_unsharded_model_and_python(programs: Path, tmp_path: P
     numbers = numbers_of(programs / "train", tmp_path / "store")
     losses = train_in_python()
     assert losses[-1] < 0.2 * losses[0]
-    expected = {(rank, name): losses for rank in range(NUM_RANKS) for name in ("sharded", "whole")}
-    assert_same(numbers, expected, {"sharded", "whole"})
+    expected = {(rank, name): losses for rank in range(NUM_RANKS) for name in ("sharded", "unsharded")}
+    assert_same(numbers, expected, {"sharded", "unsharded"})
 
 
 def train_in_python() -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 import weft.strategy
 from support.example_modules import EXAMPLES, load_example
-from support.processes import ProcessTree, children_left, run_script
+from support.processes import ProcessTree, processes_left, run_script
 from support.rank_pool import POOLS
 from support.ranks import on_ranks, run_on_ranks
 from weft.strategy.planning.layout import Sizes
@@ -219,7 +219,7 @@ def test_cli_matches_on_all_device_counts(tmp_path: Path) -> None:
         line = re.search(r"^devices (\d): (\d+) of (\d+) parameters on rank 0, loss (\S+)$", stdout, re.MULTILINE)
         assert line is not None, stdout
         assert int(line[1]) == devices
-        assert int(line[3]) <= int(line[2]) * devices < 1.1 * int(line[3]), "tp2 leaves the output layer whole"
+        assert int(line[3]) <= int(line[2]) * devices < 1.1 * int(line[3]), "tp2 does not shard the output layer"
         losses.append(float(line[4]))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
     assert list(tmp_path.iterdir()) == []
@@ -259,13 +259,13 @@ def test_terminated_comparison_leaves_no_process(tmp_path: Path) -> None:
     with ProcessTree(command, cwd=tmp_path, env=ENV) as tree:
         tree.wait_for_text("training on 2 devices")
         deadline = time.monotonic() + 60.0
-        while len(children_left(tree.pgid)) < 3 and time.monotonic() < deadline:
+        while len(processes_left(tree.pgid)) < 3 and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert len(children_left(tree.pgid)) >= 3, "the comparison and two ranks"
+        assert len(processes_left(tree.pgid)) >= 3, "the comparison and two ranks"
         tree.send_signal(signal.SIGTERM)
         assert tree.wait(30.0).returncode == 128 + signal.SIGTERM
         # A rank that is still importing torch detects only afterwards that its launcher is gone.
         deadline = time.monotonic() + 60.0
-        while children_left(tree.pgid) and time.monotonic() < deadline:
+        while processes_left(tree.pgid) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert children_left(tree.pgid) == {}
+        assert processes_left(tree.pgid) == {}

@@ -99,8 +99,10 @@ def test_saved_configuration_round_trips(tmp_path: Path) -> None:
     saved = tmp_path / "saved.yaml"
     cli.parser.save(cli.config, saved)
     again = parse_cli(saved).trainer.strategy
-    for name in ("_sizes", "_options", "_timeout", "_data_parallel_size"):
+    for name in ("_timeout", "_data_parallel_size"):
         assert getattr(again, name) == getattr(cli.trainer.strategy, name), name
+    for name in ("_sizes", "options"):
+        assert getattr(again._engine, name) == getattr(cli.trainer.strategy._engine, name), name
     assert again.plan.to_dict() == {"layers": "column_row_mlp"} == cli.trainer.strategy.plan.to_dict()
 
 
@@ -117,7 +119,7 @@ def test_arguments_from_yaml_and_command_line(tmp_path: Path, package: str) -> N
     assert strategy._engine.options.activation_checkpointing == ["layers.*"]
     more = ["--trainer.strategy.plan", "{layer: column}", "--trainer.strategy.data_replicate_size", "2"]
     changed = parse_cli(config, *more, package=package).trainer.strategy
-    assert changed.plan.to_dict() == {"layer": "column"} and changed._sizes.data_replicate == 2
+    assert changed.plan.to_dict() == {"layer": "column"} and changed._engine._sizes.data_replicate == 2
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_plan_on_user_sharding_raises(rank: int, world_size: int, tmp_path: Path
 
 
 class EarlyOptimizer(Model):
-    """Its optimizer is created with it, as by LightningCLI."""
+    """Creates its optimizer in its constructor, before sharding, as LightningCLI does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -68,7 +68,8 @@ def _steps(fabric: Fabric, model: nn.Module, optimizer: Any, num_steps: int) -> 
 def _train(rank: int, world_size: int, strategy: Any, order: str) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses and weights after training.
 
-    order: whether the optimizer is set up with the model, after it, or after it but created before it.
+    order: "together": the optimizer is set up with the model; "after": it is created and set up after the model was
+        set up; "made before": it is created before the model is set up, and set up afterwards.
     """
     on_warm_rank(rank, world_size)
     fabric = _fabric(world_size, WeftModelParallelStrategy(plan="auto") if strategy is None else strategy)

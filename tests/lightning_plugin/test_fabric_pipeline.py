@@ -216,7 +216,7 @@ def test_second_model_and_full_checkpoint_raise(rank: int, world_size: int, tmp_
     model, _ = set_up(fabric)
     with pytest.raises(ValueError, match="has a WeftLlama in stages already and got a Llama"):
         fabric.setup(Llama(ARGS))
-    with pytest.raises(ValueError, match="of which no rank has all"):
+    with pytest.raises(ValueError, match="where no rank has the full model"):
         fabric.save(tmp_path / "file", {"model": model})
     plain = WeftModelParallelStrategy(plan="auto")
     with pytest.raises(RuntimeError, match=r"pass pipeline_cuts=\[...\]"):

@@ -111,7 +111,7 @@ def test_rows_require_fused_tensor_parallel_mlps(rank: int, world_size: int, tmp
 
 class AfterBackward(L.Callback):
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        """It expects gradients, whatever it does."""
+        """Do nothing: the override itself must raise, because the hook would find no gradients."""
 
 
 class OwnStep(Model):
@@ -125,7 +125,7 @@ class Manual(Model):
         self.automatic_optimization = False
 
 
-class Other(Model):
+class UnsupportedOptimizer(Model):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(self.parameters())
 
@@ -139,7 +139,7 @@ class Other(Model):
         (Model, {"callbacks": [AfterBackward()]}, "the callback AfterBackward overrides on_after_backward"),
         (OwnStep, {}, "OwnStep overrides optimizer_step"),
         (Manual, {}, "Manual optimizes manually"),
-        (Other, {}, "the optimizer is of class RMSprop"),
+        (UnsupportedOptimizer, {}, "the optimizer is of class RMSprop"),
     ],
 )
 def test_unsupported_settings_raise(rank: int, tmp_path: Path, model: type[Model], settings: dict, reason: str) -> None:

@@ -71,7 +71,7 @@ def test_invalid_sizes_raise_before_launch() -> None:
     source = "\n".join(
         [
             "import weft.lightning, lightning as L, torch.distributed as dist, subprocess",
-            "subprocess.Popen = None  # code that launches a process fails otherwise than expected",
+            "subprocess.Popen = None  # launching a process would raise another error",
             "strategy = weft.lightning.WeftModelParallelStrategy(plan='auto', tensor_parallel_size=3)",
             "L.Trainer(accelerator='cpu', devices=2, strategy=strategy)",
         ]

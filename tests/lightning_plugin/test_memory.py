@@ -113,23 +113,23 @@ def test_runs_leave_no_hooks(rank: int, tmp_path: Path, calls: int) -> None:
 
 class _UserOptimizer(Model):
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.RMSprop(self.parameters()) if self.keeps else torch.optim.AdamW(self.parameters())
+        return torch.optim.RMSprop(self.parameters()) if self.has_rmsprop else torch.optim.AdamW(self.parameters())
 
 
 @on_ranks(2)
-def test_optimizers_are_fused_unless_kept(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_optimizers_are_fused_if_possible_and_wanted(rank: int, world_size: int, tmp_path: Path) -> None:
     on_warm_rank(rank, world_size)
     log_lines: list[str] = []
-    for keeps, fused_optimizers in ((False, True), (True, True), (False, False)):
+    for has_rmsprop, fused_optimizers in ((False, True), (True, True), (False, False)):
         model = _UserOptimizer()
-        model.keeps = keeps
+        model.has_rmsprop = has_rmsprop
         strategy = WeftModelParallelStrategy(plan="auto", fused_optimizers=fused_optimizers)
         strategy._engine.console.log = log_lines.append
         trainer(world_size, strategy, tmp_path).fit(model, _batches())
         [group] = strategy.optimizers[0].param_groups
-        assert bool(group.get("fused")) == (fused_optimizers and not keeps)
+        assert bool(group.get("fused")) == (fused_optimizers and not has_rmsprop)
     assert [text for text in log_lines if "built in full" not in text and not text.startswith("weft: ")] == [
-        "weft has AdamW use its fused kernels, without temporaries; fused_optimizers=False keeps it.",
+        "weft has AdamW use its fused kernels, without temporaries; fused_optimizers=False prevents it.",
         "weft leaves RMSprop as it is: RMSprop has no fused variant.",
     ]
 
@@ -153,7 +153,7 @@ def test_full_model_is_sharded_weight_by_weight_with_hint(rank: int, world_size:
     assert WEIGHTS < peak <= WEIGHTS + WEIGHTS // 3 // 2 + data + 1024
     assert log_lines[0] == (
         "weft got a model that was built in full, 0.019 GB on every rank: build it in configure_model, and each rank "
-        "makes its shards only."
+        "materializes only its shards."
     )
 
 

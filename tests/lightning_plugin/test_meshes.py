@@ -27,7 +27,8 @@ def test_every_mesh_and_stage(folder: str, layout: str, stage: int | None) -> No
     assert_matches_one_device(folder, layout, stage, "SGD", ACCUMULATE, CLIP)
 
 
-# With the test above: each mesh and stage with each value, and each pair of values; `make soak` runs all of them.
+# With the test above: each mesh and stage with each value of optimizer, accumulate and clip, and each pair of these
+# values; `make soak` runs all combinations.
 OTHER_CASES = [
     *((layout, stage, "AdamW", 1, None) for layout, stage in CASES),
     ("dp2,tp2", 3, "AdamW", 2, CLIP),

@@ -170,7 +170,7 @@ def test_accumulated_batches(rank: int, tmp_path: Path) -> None:
     expected = {"throughput/samples_per_second": rate, "throughput/device/samples_per_second": rate}
     assert logger.rows_of("throughput/") == [(0, expected), (1, expected)]
     losses = [step for step, row in logger.rows if "train_loss" in row]
-    assert losses == [0, 1], "where Lightning logs its own"
+    assert losses == [0, 1], "at the steps of Lightning's own logs"
 
 
 @on_ranks(1)

@@ -104,7 +104,7 @@ EXPECTED: dict[str, tuple[L.LightningModule, str | None, Any, str, Any]] = {
     "auto, wrapped": (Network(model=Net(), loss=nn.MSELoss()), None, AUTO, "model", AUTO),
     "auto, itself": (Network(embed=linear(), blocks=blocks(), head=linear()), None, AUTO, "", AUTO),
     "auto, itself of two": (Network(a=blocks(), b=blocks()), None, AUTO, "", AUTO),
-    "auto, too few, which the choice says": (Module(model=Net(1)), None, AUTO, "model", AUTO),
+    "auto, with too few layers, for which choose_cuts raises": (Module(model=Net(1)), None, AUTO, "model", AUTO),
     "one stage": (Module(model=Net(), loss=nn.MSELoss()), None, [], "model", []),
 }
 

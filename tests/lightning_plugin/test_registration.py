@@ -160,7 +160,7 @@ def test_absent_namespace_raises() -> None:
         ({"activation_checkpointing": [1]}, TypeError, "for what to checkpoint"),
         ({"activation_checkpointing": []}, TypeError, "for what to checkpoint"),
         ({"activation_offload": 0}, ValueError, "activation_offload=0"),
-        ({"activation_offload": True}, ValueError, "activation_offload=True without checkpoints"),
+        ({"activation_offload": True}, ValueError, "activation_offload=True without activation checkpointing"),
     ],
 )
 def test_invalid_settings_raise(name: str, settings: dict, error: type[Exception], remedy: str) -> None:

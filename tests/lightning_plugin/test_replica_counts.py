@@ -112,7 +112,7 @@ def test_unseeded_replicas_start_equal(rank: int, world_size: int, tmp_path: Pat
     draws = [torch.empty(()) for _ in range(world_size)]
     dist.all_gather(draws, model.drawn)
     assert draws[0] == draws[1], "a tensor-parallel group draws alike"
-    assert draws[0] != draws[2], "ranks that see other data draw on by themselves"
+    assert draws[0] != draws[2], "ranks that see other data draw their own numbers"
 
 
 class Metrics(Model):

@@ -221,7 +221,7 @@ def test_digest_covers_nested_batches() -> None:
 
 
 @on_ranks(2)
-def test_batch_check_counts_each_stage(rank: int, world_size: int) -> None:
+def test_batch_check_counts_each_loop(rank: int, world_size: int) -> None:
     check, device = BatchCheck(num_first=1, every=0), torch.device("cpu")
     group = dist.group.WORLD
     equal, different = torch.zeros(2), torch.full((2,), float(rank))

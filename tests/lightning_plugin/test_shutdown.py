@@ -22,11 +22,11 @@ LIMIT_SECONDS = 10.0
 Stop = Callable[[ProcessTree, dict[int, int]], None]
 
 
-def _signal_root(signum: int) -> Stop:
+def _signal_rank_0(signum: int) -> Stop:
     return lambda tree, pids: os.kill(pids[0], signum)
 
 
-def _signal_child(signum: int) -> Stop:
+def _signal_rank_1(signum: int) -> Stop:
     return lambda tree, pids: os.kill(pids[1], signum)
 
 
@@ -41,13 +41,13 @@ def _wait_for_exception(tree: ProcessTree, pids: dict[int, int]) -> None:
 
 # The actions of rank 0 and rank 1 in each tree. The two trees of a pair run in parallel, as a launch is slow.
 PAIRS = {
-    "SIGINT": ([("compute", "compute"), ("wait", "compute")], _signal_root(signal.SIGINT)),
+    "SIGINT": ([("compute", "compute"), ("wait", "compute")], _signal_rank_0(signal.SIGINT)),
     "Ctrl-C": ([("compute", "compute"), ("wait", "compute")], _signal_all(signal.SIGINT)),
-    "SIGTERM": ([("compute", "compute"), ("wait", "compute")], _signal_root(signal.SIGTERM)),
+    "SIGTERM": ([("compute", "compute"), ("wait", "compute")], _signal_rank_0(signal.SIGTERM)),
     "exception on rank 0": ([("raise", "compute"), ("raise", "wait")], _wait_for_exception),
     "exception on rank 1": ([("compute", "raise"), ("wait", "raise")], _wait_for_exception),
-    "SIGKILL of rank 0": ([("compute", "compute"), ("compute", "wait")], _signal_root(signal.SIGKILL)),
-    "SIGKILL of rank 1": ([("compute", "compute"), ("wait", "compute")], _signal_child(signal.SIGKILL)),
+    "SIGKILL of rank 0": ([("compute", "compute"), ("compute", "wait")], _signal_rank_0(signal.SIGKILL)),
+    "SIGKILL of rank 1": ([("compute", "compute"), ("wait", "compute")], _signal_rank_1(signal.SIGKILL)),
 }
 
 
@@ -118,7 +118,7 @@ def test_failing_exit_hook_does_not_stop_others() -> None:
 
 
 def test_failed_process_that_hangs_at_exit_ends_with_status_1(tmp_path: Path) -> None:
-    """Handlers run in reverse order, so this one runs after that of the guard, and it does not return in time."""
+    """The sleep runs after the guard's exit handler, because it was registered first, and does not end in time."""
     script = tmp_path / "hang.py"
     script.write_text(
         "import atexit, time\n"

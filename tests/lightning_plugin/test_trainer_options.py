@@ -80,7 +80,7 @@ def fit(
     folder: str,
     layout: str,
     stage: int | None,
-    module: dict[str, Any] | None = None,
+    module_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train six steps and return the losses and weights; layout "": without weft."""
@@ -93,20 +93,26 @@ def fit(
         settings = {"plan": "auto", **{name: options.pop(name) for name in names if name in options}}
         strategy = WeftModelParallelStrategy(layout=layout, zero_stage=stage, **settings)
     num_data, num_tensor = NUM_RANKS[layout]
-    model = Decoder(**(module or {}))
+    model = Decoder(**(module_options or {}))
     trainer(world_size, strategy, folder, **options).fit(model, data(num_data, rank // num_tensor))
     is_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-    assert is_compiled == bool(module and module.get("compiled"))
+    assert is_compiled == bool(module_options and module_options.get("compiled"))
     return model.losses, weights(model)
 
 
 def assert_matches_one_device(folder: Path, layout: str, stage: int | None, **case: Any) -> None:
     """Compare the weights after six steps; `case`: settings of weft that one device does not have."""
-    module = case.pop("module", {})
-    [(_, expected)] = run_on_ranks(1, fit, folder=str(folder), layout="", stage=None, module=module)
+    module_options = case.pop("module_options", {})
+    [(_, expected)] = run_on_ranks(1, fit, folder=str(folder), layout="", stage=None, module_options=module_options)
     num_data, num_tensor = NUM_RANKS[layout]
     for _, values in run_on_ranks(
-        num_data * num_tensor, fit, folder=str(folder), layout=layout, stage=stage, module=module, **case
+        num_data * num_tensor,
+        fit,
+        folder=str(folder),
+        layout=layout,
+        stage=stage,
+        module_options=module_options,
+        **case,
     ):
         assert_same_weights(values, expected)
 
@@ -131,7 +137,7 @@ def test_predictions_are_unsharded(tmp_path: Path, layout: str) -> None:
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
 def test_plan_with_every_style(tmp_path: Path, layout: str, stage: int | None, beside: bool) -> None:
-    assert_matches_one_device(tmp_path, layout, stage, plan=USER_PLAN, module={"beside": beside})
+    assert_matches_one_device(tmp_path, layout, stage, plan=USER_PLAN, module_options={"beside": beside})
 
 
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
@@ -146,22 +152,22 @@ def test_recompute_rules(tmp_path: Path, layout: str, stage: int | None) -> None
 
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
 def test_schedulers(tmp_path: Path, layout: str, stage: int | None) -> None:
-    assert_matches_one_device(tmp_path, layout, stage, module={"scheduled": True})
+    assert_matches_one_device(tmp_path, layout, stage, module_options={"scheduled": True})
 
 
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
 def test_compiled_blocks(tmp_path: Path, layout: str, stage: int | None) -> None:
-    assert_matches_one_device(tmp_path, layout, stage, module={"compiled": True})
+    assert_matches_one_device(tmp_path, layout, stage, module_options={"compiled": True})
 
 
 def test_compiled_blocks_with_sequence_parallel(tmp_path: Path) -> None:
-    assert_matches_one_device(tmp_path, "tp2", None, module={"compiled": True}, sequence_parallel=True)
+    assert_matches_one_device(tmp_path, "tp2", None, module_options={"compiled": True}, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(("layout", "stage"), [("tp2", None), ("dp2", 1), ("dp2", 3), ("dp2,tp2", 3)])
 def test_float16(tmp_path: Path, layout: str, stage: int | None) -> None:
     """Parameters, gradients and messages are float16."""
-    case = {"folder": str(tmp_path), "module": {"dtype": torch.float32}}
+    case = {"folder": str(tmp_path), "module_options": {"dtype": torch.float32}}
     [(losses, expected)] = run_on_ranks(1, fit, layout="", stage=None, **case)
     num_data, num_tensor = NUM_RANKS[layout]
     results = run_on_ranks(num_data * num_tensor, fit, layout=layout, stage=stage, precision="16-true", **case)
@@ -173,7 +179,7 @@ def test_float16(tmp_path: Path, layout: str, stage: int | None) -> None:
         torch.cat([(values[name].float() - before[name].detach()).flatten() for name in before])
         for values in (after, expected)
     )
-    assert F.cosine_similarity(ours, theirs, dim=0) > 0.99, "went another way"
+    assert F.cosine_similarity(ours, theirs, dim=0) > 0.99, "the update has another direction"
 
 
 class Named(Decoder):

@@ -127,7 +127,9 @@ class Changing(Text):
 def train_changing(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
     on_warm_rank(rank, world_size)
     strategy = (
-        pipeline_strategy(micro_batch_weight=lambda part: part["y"].numel()) if strategy == "staged" else strategy
+        pipeline_strategy(micro_batch_weight=lambda micro_batch: micro_batch["y"].numel())
+        if strategy == "staged"
+        else strategy
     )
     run, model = trainer(world_size, strategy, folder, max_epochs=2), Changing()
     run.fit(model, text_loader(16), text_loader(7))
@@ -255,7 +257,7 @@ class Searching(Small):
         return torch.optim.LBFGS(self.parameters())
 
 
-class Custom(Small):
+class CustomReduction(Small):
     def training_step(self, batch: Tensor) -> Tensor:
         loss = super().training_step(batch)
         self.log("a", loss, reduce_fx=lambda values: values[0])
@@ -267,7 +269,7 @@ class Unsendable(Small):
         return {"loss": super().training_step(batch), "f": lambda: None}
 
 
-class Uncopied(Small):
+class Uncopyable(Small):
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(2, 2)
@@ -279,9 +281,13 @@ class Uncopied(Small):
     ("cls", "error", "message"),
     [
         (Searching, ValueError, "LBFGS searches along the gradient of all parameters"),
-        (Custom, ValueError, r"self.log\('a'\) got reduce_fx=<function .*; pass 'mean', 'sum', 'min' or 'max'"),
+        (
+            CustomReduction,
+            ValueError,
+            r"self.log\('a'\) got reduce_fx=<function .*; pass 'mean', 'sum', 'min' or 'max'",
+        ),
         (Unsendable, TypeError, "cannot be joined|cannot be sent to other stages"),
-        (Uncopied, ValueError, "Linear cannot be copied, which other stages need a copy without values of"),
+        (Uncopyable, ValueError, "Linear cannot be copied .*, and every stage needs a copy of it without"),
     ],
 )
 def test_errors_on_all_ranks(

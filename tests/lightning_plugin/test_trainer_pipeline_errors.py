@@ -69,9 +69,9 @@ ERRORS_ON_ALL_RANKS = {
     "manual": (ValueError, "FaultyText optimizes manually, and the schedule decides"),
     "module before": (
         RuntimeError,
-        "'head.*' is beside 'model' and so on the last stage alone; use it in a step",
+        "'head.*' is outside of 'model' and therefore only on the last stage; use it in a step",
     ),
-    "parameter before": (RuntimeError, "'temperature' is beside 'model' and so on the last stage alone"),
+    "parameter before": (RuntimeError, "'temperature' is outside of 'model' and therefore only on the last stage"),
     "never": (RuntimeError, "called the model in stages 0 times for a micro-batch; call it once"),
     "outputs": (TypeError, "a tensor of shape .* for each micro-batch, which cannot be joined"),
     "tied": (ValueError, "'head.weight' and 'model.layers.0.attention.wq.weight' are one parameter"),

@@ -250,14 +250,14 @@ def test_number_of_collectives(rank: int) -> None:
 @on_ranks(4)
 def test_invalid_head_counts_raise(rank: int) -> None:
     cases: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
-        ((8, 6), {}, "got num_heads 6 on 4 ranks; it must divide by them"),
+        ((8, 6), {}, "got num_heads 6 on 4 ranks; it must be a multiple of them"),
         ((8, 4, 3), {}, "got num_heads 4 with num_kv_heads 3; num_heads must be a multiple"),
         ((8, 4, 0), {}, "got num_heads 4 with num_kv_heads 0; .* at least 1"),
-        ((8, 12, 6), {}, "got num_kv_heads 6 on 4 ranks; one of the two must divide by the other"),
-        ((10, 4), {}, "got dim 10, which does not divide by num_heads 4; pass head_dim"),
-        ((8, 4, 2), {}, "got num_kv_heads 2 on 4 ranks without the group of the 2 ranks that share a head"),
-        ((8, 4, 2), {"kv_group_name": _group()}, "without the group of the 2 ranks that share a head"),
-        ((8, 4, 4), {"kv_group_name": _group()}, "got a kv_group_name where the 4 key/value heads are sharded over 4"),
+        ((8, 12, 6), {}, "got num_kv_heads 6 on 4 ranks; one must be a multiple of the other"),
+        ((10, 4), {}, "got dim 10, which is not a multiple of num_heads 4; pass head_dim"),
+        ((8, 4, 2), {}, "got num_kv_heads 2 on 4 ranks without the group of the 2 ranks that hold the same head"),
+        ((8, 4, 2), {"kv_group_name": _group()}, "without the group of the 2 ranks that hold the same head"),
+        ((8, 4, 4), {"kv_group_name": _group()}, "got kv_group_name, but the 4 key/value heads are sharded over 4"),
     ]
     for args, options, text in cases:
         with pytest.raises(ValueError, match="^ParallelAttention: .*" + text):
@@ -273,7 +273,7 @@ def test_invalid_inputs_raise() -> None:
         (block, (x[0, 0],), "got x with 1 dims"),
         (block, (x, cos), "got one of cos and sin"),
         (block, (x, cos[:, :2], cos), "got cos or sin of 2 features for heads of 4"),
-        (block, (x, None, None, torch.ones(2, 2, 3, 3)), "got a mask with 2 for its dim of heads"),
+        (block, (x, None, None, torch.ones(2, 2, 3, 3)), "got a mask for 2 heads"),
         (block, (x, None, None, torch.ones(3, 3, dtype=torch.int64)), "got a mask of integers"),
         (block, (x, None, None, None, 3), "got sequence_size without sequence_dim"),
         (sequence_parallel, (x,), "got sequence_dim 0 for x with 3 dims"),

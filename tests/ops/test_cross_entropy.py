@@ -266,14 +266,14 @@ def test_errors_leave_group_usable(rank: int) -> None:
     for text, invalid in {
         "got target of shape [3] with logits of shape [2, 4]": {"target": torch.zeros(3, dtype=torch.int64)},
         "got target of dtype Float": {"target": torch.zeros(2)},
-        "got label_smoothing 1.5; pass a share from 0 to 1": {"label_smoothing": 1.5},
+        "got label_smoothing 1.5; pass a number from 0 to 1": {"label_smoothing": 1.5},
         "got reduction 'average'; pass 'none', 'mean' or 'sum'": {"reduction": "average"},
         "got vocab_start -1": {"vocab_start": -1},
         "got 4 classes from vocab_start 6 on with vocab_size 8": {"vocab_start": 6},
         "no process group of this process": {"group_name": "nowhere"},
     }.items():
         _check_error(rank, text, invalid)
-    with pytest.raises(ValueError, match="got 4 logits a token where this rank has 3 of 6 classes"):
+    with pytest.raises(ValueError, match="got 4 logits per token and has 3 of 6 classes on this rank"):
         weft.nn.VocabParallelCrossEntropy(6, group_name=_group())(torch.ones(2, 4), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="whose second dim must be 3"):
         weft.ops.vocab_parallel_linear_cross_entropy(

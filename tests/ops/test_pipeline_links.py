@@ -201,7 +201,7 @@ def test_errors(rank: int) -> None:
     ) -> dist.distributed_c10d.Backend:
         return dist.ProcessGroupGloo(store, 0, 1, timeout)
 
-    with pytest.raises(ValueError, match=rf"got a backend with rank 0 of 1; .* in which this is rank {rank}"):
+    with pytest.raises(ValueError, match=rf"got a backend with rank 0 of 1; .* in which this process is rank {rank}"):
         pipeline_links.link(world, [1 - rank], torch.device("cpu"), transport=transport_of_one_rank)
     with pytest.raises(TypeError, match="got no backend; make one for each direction"):
         pipeline_links.link(world, [1 - rank], torch.device("cpu"), transport=lambda *_: None)

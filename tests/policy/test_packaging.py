@@ -69,7 +69,7 @@ def test_sdist_configures_without_tests(sdist: Path, tmp_path: Path) -> None:
 
 
 def _metadata_of_wheel(sdist: Path, folder: Path, torch_release: str) -> Path:
-    """Return the .dist-info folder that a build beside this release of torch makes."""
+    """Return the .dist-info folder that a build makes if this release of torch is installed."""
     folder.mkdir()
     found = f"import importlib.metadata as m; m.version = lambda name: {torch_release + '+cpu'!r}"
     build = "import sys; sys.path.insert(0, 'cmake'); import build_backend"

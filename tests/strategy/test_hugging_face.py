@@ -141,7 +141,7 @@ def test_plan_of_config(world_size: int) -> None:
     assert styles["model.layers.0.attention.wq.weight"] == "column"
     assert model.model.layers[0].attention.n_heads == 4, "it counts a rank's heads inside its forward alone"
     assert "model.layers.0.attention.n_heads = 2 on this rank, inside its module's forward" in report(model).notes
-    assert "model.vision.proj: of Hugging Face's plan, matches nothing" in report(model).notes
+    assert "model.vision.proj: this pattern of Hugging Face's plan matches no module" in report(model).notes
 
 
 @on_ranks(4)

@@ -1,6 +1,7 @@
 """Small models of 27 published architectures, built from configurations only: nothing is downloaded.
 
-Each has 2 blocks, 4 heads and 32 hidden units, no dropout, and random weights in float64.
+Each has 2 blocks in each stack (Swin: in each of 2 stages), 32 hidden units, 4 heads in each attention, no dropout, and
+random weights in float64.
 """
 
 from __future__ import annotations

@@ -53,5 +53,5 @@ def two_networks() -> Iterator[tuple[str, str]]:
 
 
 def in_network_namespace(pid: str) -> list[str]:
-    """Return the prefix of a command that runs it in the network namespace of process `pid`."""
+    """Return a command prefix: the command after it runs in the network namespace of process `pid`."""
     return ["nsenter", f"--net=/proc/{pid}/ns/net"]

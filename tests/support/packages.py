@@ -34,7 +34,7 @@ def package_folders() -> dict[str, str]:
 
 
 def package_files() -> dict[str, Path]:
-    """Return {path in site-packages: source} for each file of these folders that an installed weft must have."""
+    """Return {path in site-packages: source} for each file of `package_folders()` that an installed weft must have."""
     return {
         f"{name.replace('.', '/')}/{path.name}": path
         for name, folder in package_folders().items()

@@ -31,8 +31,8 @@ os.getppid() == int(sys.argv[1]) or os._exit(1)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
-# Process group id -> the token that every descendant has in its environment. It identifies descendants that
-# have started a session of their own, which the process group id alone would miss.
+# Process group id -> the token that every descendant has in its environment. The token identifies descendants that have
+# started a session of their own, which the process group id alone would miss.
 _tokens: dict[int, str] = {}
 
 
@@ -120,7 +120,7 @@ class ProcessTree:
         return stdout
 
     def wait(self, timeout: float = 60.0) -> ProcessResult:
-        """Wait for the root to end and return its result. Descendants may still run: see `children_left`.
+        """Wait for the root to end and return its result. Descendants may still run: see `processes_left`.
 
         On a time-out it kills the tree and raises TimeoutError with the output so far.
         """
@@ -135,7 +135,7 @@ class ProcessTree:
     def kill(self) -> None:
         """Kill all remaining processes of the tree, and reap the root."""
         deadline = time.monotonic() + 10.0
-        while left := children_left(self.pgid):
+        while left := processes_left(self.pgid):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"processes survived SIGKILL for 10 s: {left}")
             for pid in left:
@@ -173,12 +173,12 @@ def run_script(script: str | Path, *arguments: str, **options: object) -> Proces
 def assert_nothing_left(pgid: int, *, within: float = 2.0) -> None:
     """Assert that the tree of `pgid` is gone within `within` seconds."""
     deadline = time.monotonic() + within
-    while left := children_left(pgid):
+    while left := processes_left(pgid):
         assert time.monotonic() < deadline, f"processes still running after {within:g} s: {left}"
         time.sleep(_POLL_SECONDS)
 
 
-def children_left(pgid: int) -> dict[int, str]:
+def processes_left(pgid: int) -> dict[int, str]:
     """Return {pid: command line} of the running processes of process group or session `pgid`, and of its tree.
 
     Zombies do not count: they hold no resources, and the process that adopted them may never reap them. Exiting
@@ -205,7 +205,7 @@ def children_left(pgid: int) -> dict[int, str]:
     return left
 
 
-def forked_text(body: Callable[[], object]) -> str:
+def error_in_fork(body: Callable[[], object]) -> str:
     """Run `body` in a forked child; return its exception as "Class: text", or "" if it raises none."""
     reader, writer = os.pipe()
     pid = os.fork()

@@ -4,19 +4,21 @@
 
 namespace weft::collectives {
 
-// The barrier of a group, as two non-blocking calls: arrive() and is_complete(). Its uses are
-// phases, numbered from 1 over the life of the group. A rank arrives at phase p + 1 only after it
-// has seen phase p complete, so one shared counter of arrivals serves all phases.
+// The barrier of a group, as two non-blocking calls: arrive() and is_complete(). Each use of the
+// barrier is a phase; phases are numbered from 1 over the life of the group. A rank arrives at
+// phase p + 1 only after it has seen phase p complete, so one shared counter of arrivals serves all
+// phases.
 class Barrier {
  public:
   Barrier(const SharedState& shared, int rank) : shared_(shared), rank_(rank) {}
 
-  // Arrives at the next phase. Ranks that see it complete see all that this rank wrote to shared
-  // memory before. The last rank to arrive wakes the others.
+  // Arrives at the next phase. Ranks that see the phase complete see all that this rank wrote to
+  // shared memory before it arrived. The last rank to arrive wakes the others.
   void arrive();
-  // Whether all ranks have arrived at the phase that this rank arrived at last.
+  // Whether all ranks have arrived at the current phase: the one that this rank's latest arrive()
+  // was for.
   bool is_complete() const;
-  // Whether `rank` has arrived at that phase.
+  // Whether `rank` has arrived at the current phase.
   bool has_arrived(int rank) const;
 
  private:

@@ -1,7 +1,7 @@
 #pragma once
 
-// Describes a collective that a rank calls on its group. Memory belongs to the caller and must stay
-// valid until the collective is done; counts are in elements.
+// One call of a collective on one rank. Memory belongs to the caller and must stay valid until the
+// collective is done; counts are in elements.
 
 #include "signature.h"
 
@@ -28,7 +28,8 @@ struct TensorFacts {
   std::vector<int64_t> shape;
 };
 
-// Made by the functions below. The number of `inputs` and `outputs` on a rank, by operation:
+// Made by the functions below. On a rank, the number of `inputs`; the number of `outputs`:
+//   barrier         none; none
 //   all_reduce      one; one, which may be the input
 //   reduce          one; one on the root, which may be the input
 //   reduce_scatter  one per rank; one

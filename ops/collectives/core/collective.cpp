@@ -54,7 +54,8 @@ bool Collective::advance(const SharedState& shared, int rank, CollectiveCursor& 
 
 void Collective::begin(const SharedState& shared, int rank, CollectiveCursor& cursor) {
   call_.header.sequence = ++cursor.sequence;
-  uses_full_buffer_ = fits(shared.staging_bytes()) || alternates_full_buffers();
+  chunks_are_full_buffers_ =
+      uses_one_full_buffer(shared.staging_bytes()) || alternates_full_buffers();
   const Staging first = staging_of(0, shared, rank, cursor.buffer);
   num_chunks_ = num_chunks(first.num_bytes(), shared.num_ranks());
   call_.header.num_chunks = num_chunks_;
@@ -73,7 +74,7 @@ Staging Collective::staging_of(int64_t chunk,
                                int first_buffer) const {
   const size_t half_bytes = shared.staging_bytes() / 2;
   const auto offset = static_cast<size_t>(half_of(chunk, first_buffer)) * half_bytes;
-  return {shared, rank, offset, uses_full_buffer_ ? shared.staging_bytes() : half_bytes};
+  return {shared, rank, offset, chunks_are_full_buffers_ ? shared.staging_bytes() : half_bytes};
 }
 
 void Collective::publish(const SharedState& shared, int rank) const {
@@ -92,7 +93,7 @@ void Collective::compare(const SharedState& shared) {
   for (int peer = 0; peer < shared.num_ranks(); ++peer) {
     const SignatureHeader& header = shared.signature(peer, buffer);
     const std::span<const int64_t> counts = shared.signature_counts(peer, buffer);
-    // By the rank's own operation: a rank that called another one has other counts.
+    // The peer's own operation decides: a peer that called another operation may have no counts.
     const size_t num_counts = has_counts(header.op) ? n : 0;
     by_rank.push_back({header, counts.first(num_counts), counts.last(num_counts)});
     num_chunks_ = std::max(num_chunks_, header.num_chunks);

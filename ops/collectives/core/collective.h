@@ -3,20 +3,21 @@
 // One collective as a non-blocking state machine: advance() makes all possible progress and returns
 // where it needs ranks that have not arrived yet.
 //
-// Tensors pass through the staging buffers, which every rank has in shared memory, one chunk at a
-// time. A chunk goes through these stages, with a barrier between two stages:
+// Every rank has staging buffers in shared memory, through which tensors pass one chunk at a time.
+// A chunk goes through these stages, with a barrier between two stages:
 //   fill     a rank writes its data into its own buffer,
 //   combine  (some collectives) it reads what all ranks have filled, and writes its segment of the
 //            result into its own buffer,
 //   drain    it reads the buffers of the ranks into its result.
-// Chunks are pipelined: at step s a rank combines chunk s - 1, fills chunk s, drains chunk s - 1,
-// or s - 2 if it combines, and arrives at the barrier. So a collective of n chunks waits n times,
-// and once more if it combines.
+// Chunks are pipelined: at step s a rank combines chunk s - 1, fills chunk s, drains chunk s - 1
+// (s - 2 in a collective that combines), and arrives at the barrier. So a collective of n chunks
+// waits n times, or n + 1 times if it combines.
 //
 // A rank has two buffers of two halves each. Successive chunks use two halves in turn, or three if
-// they are combined, or the two full buffers: a half is refilled only at a step that begins after
-// all ranks have drained it. At its last arrival a rank has drained all but the last chunk, so the
-// next collective begins in the buffer that does not hold that chunk.
+// they are combined, or the two full buffers; a single chunk may use one full buffer. A half is
+// refilled only at a step that begins after all ranks have drained it. At its last arrival a rank
+// has drained all but the last chunk, so the next collective begins in the buffer that does not
+// hold that chunk.
 
 #include "barrier.h"
 #include "call.h"
@@ -47,12 +48,12 @@ class Staging {
   size_t num_bytes_;
 };
 
-// The position of a rank in its group's sequence of collectives; equal on all ranks at the same
-// point.
+// The position of a rank in its group's sequence of collectives. Ranks that have completed the same
+// collectives have the same `sequence` and `buffer`.
 struct CollectiveCursor {
   Barrier barrier;
   uint64_t sequence = 0;  // collectives begun
-  int buffer = 0;         // where the current or next one begins
+  int buffer = 0;  // 0 or 1: the staging buffer of the first chunk of the current or next one
 };
 
 class Collective : public Operation {
@@ -67,9 +68,9 @@ class Collective : public Operation {
   std::string describe() const override;
 
  protected:
-  // Whether all data fits into one buffer of `buffer_bytes`: then it is one chunk, which uses the
-  // full buffer. The same on all ranks whose calls match.
-  virtual bool fits(size_t /*buffer_bytes*/) const { return false; }
+  // Whether all data is one chunk, which uses a full buffer of `buffer_bytes` instead of a half.
+  // The same on all ranks whose calls match.
+  virtual bool uses_one_full_buffer(size_t /*buffer_bytes*/) const { return false; }
   // Whether chunks alternate between the two full buffers instead of halves: fewer barriers, more
   // memory in use. REQUIRES: not combines(). The same on all ranks whose calls match.
   virtual bool alternates_full_buffers() const { return false; }
@@ -93,7 +94,7 @@ class Collective : public Operation {
   CollectiveCall call_;
   int64_t step_ = 0;  // the next one
   int64_t num_chunks_ = 0;
-  bool uses_full_buffer_ = false;  // a chunk, see fits()
+  bool chunks_are_full_buffers_ = false;  // else halves
 };
 
 using CollectivePtr = std::shared_ptr<Collective>;

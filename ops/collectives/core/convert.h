@@ -1,6 +1,6 @@
 #pragma once
 
-// Converts between a dtype and its accumulation dtype, that of the partial sums between hosts.
+// Converts between a dtype and its accumulation dtype, in which hosts exchange partial results.
 
 #include "types.h"
 
@@ -13,8 +13,8 @@ namespace weft::collectives {
 // `dtype` itself.
 DType accumulate_dtype_of(DType dtype);
 
-// Convert each element to the accumulation dtype and back; narrow() rounds to nearest, ties to
-// even. REQUIRES: accumulate_dtype_of(dtype) != dtype.
+// widen() converts to the accumulation dtype, narrow() back to `dtype`; narrow() rounds to nearest,
+// ties to even. REQUIRES: accumulate_dtype_of(dtype) != dtype.
 void widen(DType dtype, const std::byte* in, std::byte* wide, int64_t num_elements);
 void narrow(DType dtype, const std::byte* wide, std::byte* out, int64_t num_elements);
 

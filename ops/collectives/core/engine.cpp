@@ -12,13 +12,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Lost peers and passed deadlines are detected within this time, at most within twice this time.
+// The driver checks for lost peers and passed deadlines at this interval. It may sleep for as long
+// again before a check, so that detection takes up to twice this time.
 constexpr std::chrono::milliseconds kCheckInterval{25};
 
 // How the background thread waits to drive. Most callers wait for their result sooner than
 // kBackgroundPollInterval, and waking a thread for each operation would cost more than a small
-// operation: so the thread polls at this interval while there is work, and sleeps until woken after
-// some intervals without work.
+// operation: so the thread polls at this interval while there is work. After more than
+// kIdlePollsBeforeSleep polls without work it sleeps until wake_background().
 constexpr std::chrono::microseconds kBackgroundPollInterval{300};
 constexpr int kIdlePollsBeforeSleep = 10;
 
@@ -28,7 +29,7 @@ int num_processors() {
 }
 
 // If every rank has a processor, spinning for some microseconds is cheaper than a wake-up. If ranks
-// share processors, the rank that is waited for needs this one.
+// share processors, the rank that is waited for may need this processor.
 int spins_for(int num_ranks) { return num_ranks <= num_processors() ? 2000 : 20; }
 
 // After spinning, a rank yields its processor, perhaps to the rank it waits for, before it sleeps:
@@ -36,7 +37,8 @@ int spins_for(int num_ranks) { return num_ranks <= num_processors() ? 2000 : 20;
 // benchmarks/collectives.py: 4 KiB all-reduce on 4 ranks 280 to 430 us without, 75 to 90 with.
 constexpr int kYields = 500;
 
-// The engine that this thread drives: on_done of an operation may call wait() on it again.
+// The engine that this thread drives, or null: an on_done may call wait() on the engine that runs
+// it.
 thread_local const Engine* driven_engine = nullptr;
 
 class Driving {
@@ -54,7 +56,7 @@ class Driving {
 
 Engine::Engine(const Store& store, const GroupOptions& options)
     : options_(options),
-      membership_(join(store, options)),
+      membership_(join_on_host(store, options)),
       shared_(membership_.shared),
       peers_(shared_),
       fork_generation_(fork_generation()),
@@ -124,8 +126,8 @@ std::byte* Engine::acquire_scratch(size_t num_bytes) {
   if (!is_idle || num_bytes > shared_.staging_bytes() || is_left_) return nullptr;
   if (fork_generation() != fork_generation_) return nullptr;
   is_scratch_acquired_ = true;
-  // No rank reads this buffer any more: this rank has passed the last barrier of the collective
-  // before, see collective.h.
+  // No rank reads this buffer any more: this rank has passed the last barrier of the previous
+  // collective, see collective.h.
   return shared_.staging(options_.rank, cursor_.buffer);
 }
 
@@ -249,7 +251,7 @@ void Engine::take_inbox() {
     taken.swap(inbox_);
     has_inbox_.store(false);
     if (scratch_operation_) {
-      // Before the collectives submitted since, which wait for it.
+      // Before the collectives submitted since acquire_scratch(), which wait for it.
       collectives_.push_front(
           std::dynamic_pointer_cast<Collective>(std::exchange(scratch_operation_, nullptr)));
       is_scratch_acquired_ = false;

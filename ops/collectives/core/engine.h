@@ -1,8 +1,9 @@
 #pragma once
 
-// Runs the operations that a rank starts in its group. The driver is the thread that waits for an
-// operation: it makes progress on all of them, on collectives in the order in which they were
-// started. A background thread, started on demand, drives while no other thread waits.
+// Runs the operations that a rank starts in its group. One thread at a time, the driver, makes
+// progress on all of them, on collectives in the order in which they were started. A thread drives
+// while it waits for an operation, and without waiting when it submits one or polls. A background
+// thread, started on demand, drives while no other thread waits.
 //
 // Thread-safe.
 
@@ -33,7 +34,7 @@ class Engine final : public Group {
   OperationPtr make(CollectiveCall call) const override {
     return make_collective(std::move(call), options_.rank);
   }
-  // A Collective or a Message.
+  // `operation` is a Collective or a Message.
   void submit(OperationPtr operation, bool in_background) override;
   void wait(Operation& operation, std::chrono::milliseconds timeout) override;
   void poll() override;
@@ -48,7 +49,7 @@ class Engine final : public Group {
   size_t resident_bytes() const override { return membership_.segment.resident_bytes(); }
   size_t own_resident_bytes() const override;
 
-  // Throw the errors of submit() and of wait().
+  // check_usable() throws the errors of submit(), check_not_forked() those of wait().
   void check_usable() const;
   void check_not_forked() const;
   // The ranks that have not arrived at the barrier where this rank waits: ranks of this host, and
@@ -65,8 +66,8 @@ class Engine final : public Group {
   void publish_waiting(int remote_rank) {
     shared_.rank(options_.rank).waits_for.store(remote_rank, std::memory_order_relaxed);
   }
-  // Fails the group if the process of a rank has ended without leaving. For a caller that waits for
-  // `what`, which is not an operation of this engine.
+  // Fails the group if the process of a rank has ended without leaving. For a caller that waits
+  // outside of this engine; `what`, in the error message, is the operation it waits for.
   void check_peers(const std::string& what);
 
  private:
@@ -80,6 +81,8 @@ class Engine final : public Group {
   void fail_all(const std::exception_ptr& error);
   void check_health();
   void fail_late(const Operation& operation);
+
+  // These two run on any thread.
   bool ended_without_leaving(int peer) const;
   std::exception_ptr fail_lost(int peer, const char* how, const std::string& what);
 
@@ -108,7 +111,7 @@ class Engine final : public Group {
   std::vector<OperationPtr> inbox_;
   std::atomic<bool> has_inbox_{false};
   OperationPtr scratch_operation_;                // runs before those in the inbox
-  std::atomic<bool> is_scratch_acquired_{false};  // by the caller: no collective begins
+  std::atomic<bool> is_scratch_acquired_{false};  // while it is, no collective begins
   std::thread background_;
   bool background_sleeps_ = false;
   std::condition_variable background_wakes_;

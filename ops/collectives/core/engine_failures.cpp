@@ -52,7 +52,7 @@ std::exception_ptr Engine::fail_lost(int peer, const char* how, const std::strin
                   "; see its own output for why");
 }
 
-// Checks in this order: a peer that leaves and ends between the two checks has left.
+// The order matters: a peer that leaves and ends between the two checks counts as having left.
 bool Engine::ended_without_leaving(int peer) const {
   return peers_.has_ended(peer) && shared_.rank(peer).state.load() != RankState::kLeft;
 }
@@ -72,7 +72,7 @@ void Engine::check_health() {
   for (int peer = 0; peer < options_.size; ++peer) {
     has_left.push_back(shared_.rank(peer).state.load() == RankState::kLeft);
   }
-  advance();  // processes what they wrote before they left
+  advance();  // processes what peers wrote before they left
   if (collectives_.empty() && messages_.is_idle()) return;
 
   const bool has_collective = !collectives_.empty();

@@ -1,6 +1,6 @@
 #pragma once
 
-// Formats numbers for error messages.
+// Formats durations for error messages.
 
 #include <chrono>
 #include <sstream>

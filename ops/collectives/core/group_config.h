@@ -15,8 +15,8 @@ namespace weft::collectives {
 
 struct GroupConfig {
   std::string version = own_version();  // of weft: the layout of shared memory may depend on it
-  size_t staging_limit_bytes = 0;       // determines the layout
-  bool has_transport = false;
+  size_t staging_limit_bytes = 0;       // determines the sizes of staging buffers and rings
+  bool has_transport = false;           // whether this rank can create a transport to other hosts
 
   static std::string own_version();
   // One line of words. From a line that another version wrote, parse() reads only the version.

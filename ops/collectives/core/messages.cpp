@@ -58,11 +58,11 @@ void Messages::post(MessagePtr message) {
   ++num_pending_;
   if (message->direction == Message::Direction::kReceive) {
     receives_.push_back(std::move(message));
-    has_new_match_ = true;
+    needs_matching_ = true;
     return;
   }
   PeerQueues& queues = queues_[static_cast<size_t>(message->peer)];
-  message->id_ = queues.num_announced++;
+  message->id_ = queues.num_sends++;
   queues.to_announce.push_back(std::move(message));
 }
 
@@ -72,7 +72,7 @@ bool Messages::advance(std::vector<MessagePtr>& ended) {
   for (int peer = 0; peer < shared_.num_ranks(); ++peer) {
     if (peer != rank_) moved |= read_from(peer, ended);
   }
-  if (std::exchange(has_new_match_, false)) match(ended);
+  if (std::exchange(needs_matching_, false)) match(ended);
   for (int peer = 0; peer < shared_.num_ranks(); ++peer) {
     if (peer != rank_) moved |= write_to(peer, ended);
   }
@@ -87,20 +87,20 @@ bool Messages::read_from(int peer, std::vector<MessagePtr>& ended) {
     const FrameHeader header = ring.front();
     switch (header.kind) {
       case FrameKind::kAnnounce: {
-        Announced& message = announced_.emplace_back(Announced{peer, header, {}});
+        Announcement& message = announcements_.emplace_back(Announcement{peer, header, {}});
         message.payload.resize(header.payload_bytes);
         ring.read_payload(message.payload.data());
-        has_new_match_ = true;
+        needs_matching_ = true;
         break;
       }
       case FrameKind::kGrant: {
-        auto found = queues.announced.find(header.message);
+        auto found = queues.awaiting_grant.find(header.message_id);
         queues.granted.push_back(std::move(found->second));
-        queues.announced.erase(found);
+        queues.awaiting_grant.erase(found);
         break;
       }
       case FrameKind::kData: {
-        const auto found = queues.incoming.find(header.message);
+        const auto found = queues.incoming.find(header.message_id);
         const MessagePtr receive = found->second;
         ring.read_payload(receive->data + receive->num_moved_);
         receive->num_moved_ += header.payload_bytes;
@@ -145,7 +145,7 @@ bool Messages::write_to(int peer, std::vector<MessagePtr>& ended) {
     if (is_eager) {
       end(message, ended);
     } else {
-      queues.announced.emplace(message->id_, message);
+      queues.awaiting_grant.emplace(message->id_, message);
     }
   }
   // Chunks of a quarter of the ring, so that the peer reads one while this rank writes the next.
@@ -177,22 +177,22 @@ bool Messages::write_to(int peer, std::vector<MessagePtr>& ended) {
 
 void Messages::match(std::vector<MessagePtr>& ended) {
   for (auto receive = receives_.begin(); receive != receives_.end();) {
-    const auto found = std::ranges::find_if(announced_, [&](const Announced& message) {
+    const auto found = std::ranges::find_if(announcements_, [&](const Announcement& message) {
       return ((*receive)->peer == kAnySource || (*receive)->peer == message.from) &&
              (*receive)->tag == message.header.tag;
     });
-    if (found == announced_.end()) {
+    if (found == announcements_.end()) {
       ++receive;
       continue;
     }
     accept(*receive, *found, ended);
-    announced_.erase(found);
+    announcements_.erase(found);
     receive = receives_.erase(receive);
   }
 }
 
 void Messages::accept(const MessagePtr& receive,
-                      Announced& message,
+                      Announcement& message,
                       std::vector<MessagePtr>& ended) {
   const FrameHeader& header = message.header;
   check_matches(*receive, message.from, header.dtype, header.message_bytes, rank_);
@@ -204,9 +204,9 @@ void Messages::accept(const MessagePtr& receive,
     return end(receive, ended);
   }
   PeerQueues& queues = queues_[static_cast<size_t>(message.from)];
-  queues.incoming.emplace(header.message, receive);
+  queues.incoming.emplace(header.message_id, receive);
   queues.grants.push_back(
-      {FrameKind::kGrant, header.dtype, 0, header.tag, header.message, header.message_bytes, 0});
+      {FrameKind::kGrant, header.dtype, 0, header.tag, header.message_id, header.message_bytes, 0});
 }
 
 void Messages::end(const MessagePtr& message, std::vector<MessagePtr>& ended) {
@@ -219,19 +219,19 @@ std::vector<MessagePtr> Messages::take_all() {
   for (PeerQueues& queues : queues_) {
     all.insert(all.end(), queues.to_announce.begin(), queues.to_announce.end());
     all.insert(all.end(), queues.granted.begin(), queues.granted.end());
-    for (const auto& [id, message] : queues.announced) all.push_back(message);
+    for (const auto& [id, message] : queues.awaiting_grant) all.push_back(message);
     for (const auto& [id, message] : queues.incoming) all.push_back(message);
     queues = {};
   }
   receives_.clear();
-  announced_.clear();
+  announcements_.clear();
   num_pending_ = 0;
   return all;
 }
 
 bool Messages::needs(int peer) const {
   const PeerQueues& queues = queues_[static_cast<size_t>(peer)];
-  if (!queues.to_announce.empty() || !queues.announced.empty() || !queues.granted.empty() ||
+  if (!queues.to_announce.empty() || !queues.awaiting_grant.empty() || !queues.granted.empty() ||
       !queues.incoming.empty()) {
     return true;
   }
@@ -254,7 +254,7 @@ MessagePtr Messages::find_late(std::chrono::steady_clock::time_point now) const 
       const auto found = std::ranges::find_if(*queue, is_late);
       if (found != queue->end()) return *found;
     }
-    for (const auto* waiting : {&queues.announced, &queues.incoming}) {
+    for (const auto* waiting : {&queues.awaiting_grant, &queues.incoming}) {
       for (const auto& [id, message] : *waiting) {
         if (is_late(message)) return message;
       }

@@ -29,11 +29,11 @@ class Message : public Operation {
       Direction direction, int peer, int tag, DType dtype, int64_t num_elements, std::byte* data);
 
   std::string describe() const override;
-  // The sender, once a receive from any source is done.
+  // The source rank of a receive; for a receive from any source, known once it has matched.
   int source() const { return peer; }
 
   const Direction direction;
-  int peer;  // kAnySource until it is known
+  int peer;  // of a receive from any source: kAnySource until it has matched
   const int tag;
   const DType dtype;
   const int64_t num_elements;
@@ -68,39 +68,39 @@ class Messages {
   std::vector<MessagePtr> take_all();
   // Whether a pending message waits for `peer`.
   bool needs(int peer) const;
-  // Whether a receive from any source is pending: it needs one of the other ranks, whichever.
+  // Whether a receive from any source has not matched yet: a message of any other rank may match.
   bool needs_any_source() const;
   // Returns a message whose deadline has passed, or null.
   MessagePtr find_late(std::chrono::steady_clock::time_point now) const;
 
  private:
-  struct Announced {
+  struct Announcement {
     int from;
     FrameHeader header;
     std::vector<std::byte> payload;  // the data of an eager message
   };
   struct PeerQueues {
     std::deque<MessagePtr> to_announce;
-    std::map<uint64_t, MessagePtr> announced;  // sends without a grant yet
-    std::deque<MessagePtr> granted;            // sends being streamed
-    std::deque<FrameHeader> grants;            // to be sent to the peer
-    std::map<uint64_t, MessagePtr> incoming;   // receives that were granted
-    uint64_t num_announced = 0;
+    std::map<uint64_t, MessagePtr> awaiting_grant;  // sends that are announced, by message id
+    std::deque<MessagePtr> granted;                 // sends being streamed
+    std::deque<FrameHeader> grants;                 // to be sent to the peer
+    std::map<uint64_t, MessagePtr> incoming;        // receives being streamed, by message id
+    uint64_t num_sends = 0;                         // posted so far
   };
 
   bool read_from(int peer, std::vector<MessagePtr>& ended);
   bool write_to(int peer, std::vector<MessagePtr>& ended);
   void match(std::vector<MessagePtr>& ended);
-  void accept(const MessagePtr& receive, Announced& message, std::vector<MessagePtr>& ended);
+  void accept(const MessagePtr& receive, Announcement& message, std::vector<MessagePtr>& ended);
   void end(const MessagePtr& message, std::vector<MessagePtr>& ended);
 
   SharedState shared_;
   int rank_;
-  std::vector<PeerQueues> queues_;  // by peer
-  std::list<MessagePtr> receives_;  // posted and not matched, in order
-  std::list<Announced> announced_;  // received and not matched, in order
+  std::vector<PeerQueues> queues_;         // by peer
+  std::list<MessagePtr> receives_;         // posted and not matched, in order
+  std::list<Announcement> announcements_;  // received and not matched, in order
   size_t num_pending_ = 0;
-  bool has_new_match_ = false;
+  bool needs_matching_ = false;  // a receive or an announcement was added since match()
 };
 
 }  // namespace weft::collectives

@@ -9,7 +9,7 @@
 namespace weft::collectives {
 
 // An asynchronous operation of a rank in its group: a collective, a send or a receive. One thread
-// makes it, a thread of the group carries it out, and any thread may wait for it.
+// creates it, one thread at a time carries it out, and any thread may wait for it.
 class Operation {
  public:
   Operation() = default;
@@ -32,8 +32,11 @@ class Operation {
   // A waiting thread may bring it forward while another thread drives.
   std::atomic<std::chrono::steady_clock::time_point> deadline{
       std::chrono::steady_clock::time_point::max()};
-  std::atomic<std::chrono::milliseconds> timeout{};  // that set the deadline, for error messages
-  std::chrono::milliseconds grace{0};  // added to the deadline, to hear the cause from other ranks
+  // The timeout that set the deadline, for error messages. Zero when the operation is submitted:
+  // the group's default.
+  std::atomic<std::chrono::milliseconds> timeout{};
+  // Added to the deadline, so that a rank that knows the cause can fail the group first.
+  std::chrono::milliseconds grace{0};
 
   // Called by the group. REQUIRES: not done.
   void finish(std::exception_ptr error);

@@ -55,7 +55,7 @@ Peers::Peers(const SharedState& shared) : shared_(shared) {
     }
     int descriptor = static_cast<int>(syscall(SYS_pidfd_open, block.pid, 0));
     if (descriptor < 0) {
-      descriptor = errno == ESRCH ? kEndedBefore : kNone;
+      descriptor = errno == ESRCH ? kEndedBefore : kNoPidfd;
     } else if (const uint64_t start_time = process_start_time(block.pid);
                start_time != 0 && block.start_time != 0 && start_time != block.start_time) {
       close(descriptor);  // the pid has been reused
@@ -73,7 +73,7 @@ Peers::~Peers() {
 
 bool Peers::has_ended(int rank) const {
   const int descriptor = descriptors_[static_cast<size_t>(rank)];
-  if (descriptor == kNone) {
+  if (descriptor == kNoPidfd) {
     const RankBlock& block = shared_.rank(rank);
     return process_has_ended(block.pid, block.start_time);
   }

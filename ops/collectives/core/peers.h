@@ -9,11 +9,11 @@
 namespace weft::collectives {
 
 // Returns the start time of a process in clock ticks since boot, 0 if there is no such process or
-// it cannot be read.
+// the time cannot be read.
 uint64_t process_start_time(pid_t pid);
 
-// Whether the process with this pid and start time (0: any) has ended; a zombie has. False if that
-// cannot be read now.
+// Whether the process with this pid and start time (0: any) has ended; a zombie counts as ended.
+// False if the status of the process cannot be read now.
 bool process_has_ended(pid_t pid, uint64_t start_time);
 
 // Watches the processes of a group's ranks, except this process.
@@ -25,15 +25,15 @@ class Peers {
   Peers& operator=(const Peers&) = delete;
   ~Peers();
 
-  // Takes about a microsecond; some tens if there is no pidfd.
+  // Takes about a microsecond; some tens of microseconds if there is no pidfd.
   bool has_ended(int rank) const;
 
  private:
   static constexpr int kThisProcess = -3;
   static constexpr int kEndedBefore = -2;
-  static constexpr int kNone = -1;  // no pidfd, as with too many open files: reads /proc instead
+  static constexpr int kNoPidfd = -1;  // with too many open files, for example: read /proc instead
   SharedState shared_;
-  std::vector<int> descriptors_;  // pidfds, by rank
+  std::vector<int> descriptors_;  // by rank: a pidfd or a constant above
 };
 
 }  // namespace weft::collectives

@@ -11,15 +11,16 @@
 
 namespace weft::collectives {
 
-// Whether `op` is defined for `dtype`: bit operations for integers and bool, average for all but
-// bool; complex numbers have sum and average only, float8 has no reductions.
+// Whether `op` is defined for `dtype`. float8: none; complex: sum and average; bool: all but
+// average; integers: all; other floating dtypes: all but bit operations.
 bool can_reduce(ReduceOp op, DType dtype);
 
 // Reduces the sources element by element into `out`, which may be one of them. Half types
-// accumulate in float32 and are rounded once. Integers wrap; their average truncates. bool: sum is
-// or, product is and. min and max propagate NaN. An average divides by `divisor`; 0: by the number
-// of sources. `streams`: writes `out` with non-temporal stores, see streaming.h. REQUIRES:
-// can_reduce(op, dtype); at least one source.
+// accumulate in float32 and are rounded once. Sums and products of integers wrap; an average is the
+// sum divided, truncated. For bool, sum and max are logical or, product and min logical and. min
+// and max propagate NaN. An average divides by `divisor`; 0: by the number of sources. `streams`:
+// writes `out` with non-temporal stores, see streaming.h. REQUIRES: can_reduce(op, dtype); at least
+// one source.
 void reduce(ReduceOp op,
             DType dtype,
             std::byte* out,
@@ -41,7 +42,7 @@ struct ReduceJob {
   bool streams = false;
 };
 
-// reduce_loops.h, compiled once per instruction set.
+// The loops of reduce_loops.h, compiled once per instruction set.
 void reduce_baseline(const ReduceJob& job);
 void reduce_avx2(const ReduceJob& job);
 void reduce_avx512(const ReduceJob& job);

@@ -194,14 +194,15 @@ class Loop {
     const auto* bytes = static_cast<const std::byte*>(block) + ahead;
     for (int64_t i = 0; i < kBlockBytes; i += 64) __builtin_prefetch(bytes + i);
   }
-  static constexpr int64_t kAhead = 2048;  // bytes, of what is read
-  static constexpr int64_t kAheadOfWrites = 1024;
-  // Not past the end: there begins the segment of another rank, which that rank is writing.
+  static constexpr int64_t kAhead = 2048;          // bytes, in a source
+  static constexpr int64_t kAheadOfWrites = 1024;  // bytes, in the output
+  // Whether the block at `first` prefetches. Not past the end: there the segment of another rank
+  // begins, which that rank is writing.
   bool fetches_at(int64_t first) const {
     return first + kBlock + kAhead / static_cast<int64_t>(sizeof(T)) <= job_.num_elements;
   }
 
-  // Reduces up to kBlock elements from `first` on.
+  // Reduces n <= kBlock elements from `first` on into `block`.
   __attribute__((always_inline)) inline void compute(int64_t first,
                                                      int64_t n,
                                                      bool fetches,

@@ -17,18 +17,19 @@ using ElementRange = Range<int64_t>;
 class Reduction : public Collective {
  public:
   explicit Reduction(CollectiveCall call)
-      : Collective(std::move(call)), size_(static_cast<int64_t>(size_of(header().dtype))) {}
+      : Collective(std::move(call)),
+        element_bytes_(static_cast<int64_t>(size_of(header().dtype))) {}
 
  protected:
   [[nodiscard]] int64_t elements_in(size_t num_bytes) const {
-    return static_cast<int64_t>(num_bytes) / size_;
+    return static_cast<int64_t>(num_bytes) / element_bytes_;
   }
   [[nodiscard]] size_t bytes_of(int64_t num_elements) const {
-    return static_cast<size_t>(num_elements * size_);
+    return static_cast<size_t>(num_elements * element_bytes_);
   }
 
-  // Reduces one range: `own` is this rank's input, the input of any other rank is at
-  // `offset_of(rank)` in its staging.
+  // Reduces one range into `out`. `own` is this rank's input; the input of another rank is in that
+  // rank's staging at the byte offset_of(rank).
   template <typename OffsetOf>
   void reduce_into(std::byte* out,
                    const std::byte* own,
@@ -51,7 +52,8 @@ class Reduction : public Collective {
   [[nodiscard]] int64_t chunks_of_tensor(size_t staging_bytes) const {
     return std::max<int64_t>(1, num_ranges(num_elements(), elements_in(staging_bytes)));
   }
-  static size_t begin(int /*peer*/) { return 0; }
+  // For reduce_into(): every rank's input is at the start of its staging.
+  static size_t no_offset(int /*peer*/) { return 0; }
   [[nodiscard]] const std::byte* input_at(int64_t element) const {
     return call().inputs.front().data + bytes_of(element);
   }
@@ -62,14 +64,15 @@ class Reduction : public Collective {
  private:
   [[nodiscard]] int64_t num_elements() const { return call().inputs.front().num_elements; }
 
-  const int64_t size_;
+  const int64_t element_bytes_;
   std::vector<const std::byte*> sources_;
 };
 
 // One-shot up to kOneShotBytes: every rank fills its staging with its input and reduces all inputs
-// itself. Beyond, a reduce-scatter and an all-gather: a chunk has a segment for each rank; a rank
-// fills all segments but its own, combines its own segment from the staging of all ranks, and
-// drains the other segments from the staging of the ranks that reduced them.
+// itself. For larger tensors a reduce-scatter and an all-gather: a chunk has a segment for each
+// rank; a rank fills all segments but its own, combines its own segment from its input and the
+// staging of the other ranks, and drains the other segments from the staging of the ranks that
+// reduced them.
 class AllReduce final : public Reduction {
  public:
   explicit AllReduce(CollectiveCall call)
@@ -80,7 +83,7 @@ class AllReduce final : public Reduction {
     return chunks_of_tensor(staging_bytes);
   }
   [[nodiscard]] bool combines() const override { return in_segments_; }
-  [[nodiscard]] bool fits(size_t buffer_bytes) const override {
+  [[nodiscard]] bool uses_one_full_buffer(size_t buffer_bytes) const override {
     return bytes_of(header().num_elements) <= buffer_bytes;
   }
 
@@ -100,9 +103,10 @@ class AllReduce final : public Reduction {
 
   // Reduces into the output, kBlockBytes at a time, and copies each result from there to the
   // staging buffer while it is in the nearest cache. The other ranks have read these lines of the
-  // staging buffer before: a store to such a line waits for its owner, a copy of full lines does
-  // not. Measured with benchmarks/collectives.py, 1 MiB on 2 ranks: 72 us instead of 163 with
-  // stores to both on processors that share no cache, 44 instead of 41 on processors that do.
+  // staging buffer before: a store to such a line waits until this processor owns the line, a copy
+  // of full lines does not. Measured with benchmarks/collectives.py, 1 MiB on 2 ranks: 72 us
+  // instead of 163 with stores to both on processors that share no cache, 44 instead of 41 on
+  // processors that do.
   void combine(int64_t chunk, const Staging& staging) override {
     const ElementRange range = chunk_range(chunk, staging);
     const ElementRange segment = segment_range(staging.rank(), range, staging);
@@ -125,7 +129,8 @@ class AllReduce final : public Reduction {
   void drain(int64_t chunk, const Staging& staging) override {
     const ElementRange range = chunk_range(chunk, staging);
     if (!in_segments_) {
-      return reduce_into(output_at(range.first), input_at(range.first), begin, range.size, staging);
+      return reduce_into(
+          output_at(range.first), input_at(range.first), no_offset, range.size, staging);
     }
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
       if (peer == staging.rank()) continue;  // combine() has written this rank's segment
@@ -139,7 +144,8 @@ class AllReduce final : public Reduction {
  private:
   static constexpr size_t kBlockBytes = size_t{16} * 1024;
 
-  // The segment of a chunk that `rank` reduces: a multiple of the cache line, except the last.
+  // The segment of a chunk that `rank` reduces: of the same size for each rank, a multiple of the
+  // cache line, except that the end of the chunk shortens or empties the last ones.
   [[nodiscard]] ElementRange segment_range(int rank,
                                            const ElementRange& range,
                                            const Staging& staging) const {
@@ -171,7 +177,7 @@ class Reduce final : public Reduction {
   void drain(int64_t chunk, const Staging& staging) override {
     if (!is_root()) return;
     const ElementRange range = chunk_range(chunk, staging);
-    reduce_into(output_at(range.first), input_at(range.first), begin, range.size, staging);
+    reduce_into(output_at(range.first), input_at(range.first), no_offset, range.size, staging);
   }
 
  private:
@@ -184,7 +190,7 @@ class ReduceScatter final : public Reduction {
   ReduceScatter(CollectiveCall call, int rank)
       : Reduction(std::move(call)), own_(static_cast<size_t>(rank)) {
     for (const Input& input : this->call().inputs) {
-      largest_ = std::max(largest_, input.num_elements);
+      largest_segment_ = std::max(largest_segment_, input.num_elements);
     }
   }
 
@@ -195,7 +201,8 @@ class ReduceScatter final : public Reduction {
     return call().inputs.size() > 4 && bytes_of(header().num_elements) >= 2 * kStreamedBytes;
   }
   [[nodiscard]] int64_t num_chunks(size_t staging_bytes, int num_ranks) const override {
-    return std::max<int64_t>(1, num_ranges(largest_, slot_elements(staging_bytes, num_ranks)));
+    return std::max<int64_t>(1,
+                             num_ranges(largest_segment_, slot_elements(staging_bytes, num_ranks)));
   }
 
   void fill(int64_t chunk, const Staging& staging) override {
@@ -222,10 +229,10 @@ class ReduceScatter final : public Reduction {
   }
 
  private:
-  // No larger than the largest segment: untouched pages are not backed by memory.
+  // No larger than the largest segment needs: untouched pages are not backed by memory.
   [[nodiscard]] int64_t slot_elements(size_t staging_bytes, int num_ranks) const {
     const int64_t line = elements_in(64);
-    const int64_t wanted = std::max<int64_t>(1, num_ranges(largest_, line)) * line;
+    const int64_t wanted = std::max<int64_t>(1, num_ranges(largest_segment_, line)) * line;
     return std::min(wanted, elements_in(slot_bytes(staging_bytes, num_ranks)));
   }
   // The offset of the slot for `rank` in the buffer of `from`, which has no slot for itself.
@@ -240,7 +247,7 @@ class ReduceScatter final : public Reduction {
   }
 
   const size_t own_;
-  int64_t largest_ = 0;  // segment of a rank; the same on all ranks
+  int64_t largest_segment_ = 0;  // in elements; the same on all ranks
 };
 
 }  // namespace

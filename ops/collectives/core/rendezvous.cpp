@@ -42,8 +42,8 @@ class Rendezvous {
   Rendezvous(const Store& store, const GroupOptions& options)
       : store_(store), options_(options), deadline_(Clock::now() + options.timeout) {}
 
-  // Each rank publishes three lines: its group configuration, a nonce, of which that of rank 0
-  // becomes the group's, and its host identity.
+  // Each rank publishes three lines: its group configuration, a nonce and its host identity. The
+  // nonce of rank 0 becomes the group's.
   [[nodiscard]] Identities exchange_identities(bool has_transport) const {
     GroupConfig own;
     own.staging_limit_bytes = options_.staging_limit_bytes;
@@ -78,7 +78,7 @@ class Rendezvous {
 
   Membership run() {
     const SharedSizes sizes = SharedSizes::within(options_.size, options_.staging_limit_bytes);
-    // Before the segment takes a file descriptor: without a free one this cannot be read.
+    // Before the segment takes a file descriptor: reading the start time needs a free one.
     const uint64_t start_time = process_start_time(getpid());
     Membership member;
     std::string address;
@@ -133,7 +133,8 @@ class Rendezvous {
     } catch (const std::exception& error) {
       why = error.what();
     }
-    // Rank 0 closes the segment when another rank cannot open it: then throw that rank's error.
+    // Rank 0 closes the segment when a rank cannot open it, so that later ranks cannot open it
+    // either: they throw the first rank's error.
     throw_if_creation_failed(get(kSegmentKey, 0));
     const std::string text = "weft: rank " + std::to_string(options_.rank) + " of group '" +
                              options_.name + "' could not open the shared memory of rank 0 (" +
@@ -264,7 +265,7 @@ class Rendezvous {
 
 }  // namespace
 
-Membership join(const Store& store, const GroupOptions& options) {
+Membership join_on_host(const Store& store, const GroupOptions& options) {
   return Rendezvous(store, options).run();
 }
 

@@ -39,14 +39,15 @@ struct Membership {
   SharedState shared;
 };
 
-// Blocks until all ranks have joined. If it succeeds, the store holds no key that a later group
-// with the same keys could read. If it fails, the store holds the cause, for ranks that join later,
-// so the next group needs other keys. REQUIRES: ranks of one host with the same group
+// Joins a group on one host; blocks until all ranks have joined. After success, the store holds no
+// key that a later group with the same keys could read. After a failure, keys stay in the store, so
+// the next group needs other keys; if the shared memory could not be created or opened, they tell
+// ranks that join later the cause. REQUIRES: all ranks are on one host and have the same group
 // configuration. Errors: CollectiveTimeoutError naming the missing ranks; PeerLostError if a
 // process ended in the meantime; GroupAbortedError if the shared memory cannot be created or
 // opened, or the store cannot be read. The other ranks that wait throw the same error, unless they
 // cannot read the store.
-Membership join(const Store& store, const GroupOptions& options);
+Membership join_on_host(const Store& store, const GroupOptions& options);
 
 struct Identities {
   std::vector<std::string> hosts;    // by rank
@@ -54,23 +55,26 @@ struct Identities {
   std::string nonce;                 // the same on all ranks, different for each group
 };
 
-// Blocks until all ranks have published their host and group configuration, and returns these. They
-// stay in the store until join() has created a group on one host, or each rank has called
-// forget_identity(). Errors: CollectiveTimeoutError; GroupAbortedError if the store cannot be read.
+// Blocks until all ranks have published their identities (host, group configuration and nonce), and
+// returns them. The identities stay in the store: for a group on one host until join_on_host()
+// removes them, for a multi-host group until each rank removes its own with forget_identity().
+// `has_transport` is published in the group configuration. Errors: CollectiveTimeoutError;
+// GroupAbortedError if the store cannot be read.
 Identities exchange_identities(const Store& store, const GroupOptions& options, bool has_transport);
-// REQUIRES: all ranks have read it.
+// Removes this rank's identity from the store. REQUIRES: all ranks have read it.
 void forget_identity(const Store& store, const GroupOptions& options);
 
-// Blocks until all ranks have called it with this name: a barrier through the store, so that no
-// rank leaves before another has arrived. The name is used once and stays in the store.
-// Errors: CollectiveTimeoutError naming the missing rank; GroupAbortedError if the store cannot be
-// read; the failure reported under `failure_key`, if that is not empty.
+// A barrier through the store: blocks until all ranks have called store_barrier() with the same
+// `name`. A name can be used once; its keys stay in the store. Errors: CollectiveTimeoutError
+// naming the missing rank; GroupAbortedError if the store cannot be read; if `failure_key` is not
+// empty, the failure that a rank sets under this key.
 void store_barrier(const Store& store,
                    const GroupOptions& options,
                    const std::string& name,
                    const std::string& failure_key = {});
 
-// Format a failure for the store, and throw the failure that was read from it.
+// format_failure() returns the text of a failure for the store; throw_failure() throws the failure
+// of such a text.
 std::string format_failure(const CollectiveError& error);
 [[noreturn]] void throw_failure(const std::string& text);
 

@@ -20,7 +20,7 @@ struct FrameHeader {
   DType dtype = DType::kUInt8;
   uint16_t unused = 0;
   int32_t tag = 0;
-  uint64_t message = 0;  // the sender's count of messages to this receiver
+  uint64_t message_id = 0;  // counts the sender's messages to this receiver, from 0
   uint64_t message_bytes = 0;
   uint64_t payload_bytes = 0;
 };

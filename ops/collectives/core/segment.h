@@ -1,7 +1,7 @@
 #pragma once
 
 // Memory that the ranks of a host share, with no name in any file system: it is freed when the last
-// process that maps it ends, in whatever way, and no limit of /dev/shm applies to it.
+// process that maps it unmaps it or ends, in whatever way. No limit of /dev/shm applies to it.
 
 #include <cstddef>
 #include <cstdint>
@@ -23,8 +23,8 @@ struct SegmentAddress {
   static SegmentAddress parse(const std::string& text);
 };
 
-// Move-only. A forked child does not have the mapping, so a data worker does not keep it alive.
-// Ranks that are threads of one process share one mapping.
+// Move-only. A forked child does not have the mapping, so a data loader worker does not keep it
+// alive. Ranks that are threads of one process share one mapping.
 class Segment {
  public:
   // Returns zeroed memory of `num_bytes`; untouched pages are not backed by memory.
@@ -57,10 +57,11 @@ class Segment {
   int descriptor_ = -1;
 };
 
-// Returns the identity of a host, a set of processes that share memory and see each other: the
-// running kernel, the process and network namespaces and the user. The environment variable
-// WEFT_HOST_ID replaces it.
-// Errors: std::system_error if it cannot be read now, for example with too many open files.
+// Returns the identity of this process's host. A host is a set of processes that can open each
+// other's memory; its identity is the running kernel, the PID and network namespaces and the user.
+// The environment variable WEFT_HOST_ID replaces the identity unless it is empty.
+// Errors: std::system_error if the identity cannot be read now, for example with too many open
+// files.
 std::string host_identity();
 
 }  // namespace weft::collectives

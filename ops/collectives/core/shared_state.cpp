@@ -61,7 +61,7 @@ SharedSizes SharedSizes::within(int num_ranks, size_t limit_bytes) {
   // A quarter for the rings of point-to-point messages and half for staging. More was slower from 8
   // ranks on, where staging no longer stays in the caches. Beyond the maximum sizes nothing became
   // faster, measured with benchmarks/collectives.py. For any number of ranks, half a staging buffer
-  // has a cache line for each.
+  // has a cache line for each rank.
   sizes.ring_bytes =
       bytes_each(limit_bytes / 4, std::max<size_t>(n * (n - 1), 1), kPage, size_t{256} * 1024);
   const size_t min = round_up(size_t{2} * 64 * n, kPage);

@@ -6,7 +6,8 @@
 //
 // A rank copies data of collectives through its staging buffers, and data of messages through a
 // ring to each other rank. Staging and signatures have two buffers per rank: a rank writes the next
-// one while a slower rank still reads the last. collective.h says when a rank may write which.
+// one while a slower rank still reads the previous one. collective.h says when a rank may write
+// which.
 
 #include "doorbell.h"
 #include "ranges.h"
@@ -59,7 +60,7 @@ struct RankBlock {
   pid_t pid = 0;
   uint64_t start_time = 0;                            // of the process: detects a reused pid
   int32_t global_rank = 0;                            // for error messages
-  std::atomic<int32_t> waits_for{kNoRank};            // on another host, for error messages
+  std::atomic<int32_t> waits_for{kNoRank};            // a rank of another host, for error messages
   alignas(64) std::atomic<uint64_t> num_arrivals{0};  // of this rank
   Doorbell doorbell;
 };
@@ -76,7 +77,8 @@ struct SharedSizes {
   size_t ring_bytes = 0;     // per ordered pair, a multiple of 64
 
   // Returns sizes such that staging and rings of all ranks together take at most `limit_bytes`,
-  // 16 MiB by default, unless their minimum sizes, a page or a cache line per rank, take more.
+  // unless their minimum sizes take more: a page per ring; per staging buffer, two cache lines for
+  // each rank, rounded up to pages.
   static SharedSizes within(int num_ranks, size_t limit_bytes);
 };
 
@@ -87,7 +89,8 @@ class SharedState {
 
   SharedState() = default;
   SharedState(std::byte* data, const SharedSizes& sizes);
-  // Constructs the objects in it. REQUIRES: zeroed memory that no other rank reads yet.
+  // Constructs the objects in the segment. REQUIRES: the memory is zeroed except for the nonce, and
+  // no other rank reads it yet.
   void initialize() const;
 
   int num_ranks() const { return sizes_.num_ranks; }
@@ -100,7 +103,8 @@ class SharedState {
   SignatureHeader& signature(int rank, int buffer) const;
   std::span<int64_t> signature_counts(int rank, int buffer) const;
   std::byte* staging(int rank, int buffer) const;
-  // Returns the ranges of the segment that `rank` writes: its staging and the rings from it.
+  // Returns the ranges of the segment that hold the data `rank` writes: its staging buffers and the
+  // rings from it.
   std::array<Range<size_t>, 2> ranges_written_by(int rank) const;
   RingHeader& ring(int from, int to) const;
   std::byte* ring_data(int from, int to) const;
@@ -108,7 +112,7 @@ class SharedState {
  private:
   std::byte* data_ = nullptr;
   SharedSizes sizes_;
-  size_t signatures_ = 0;  // offsets
+  size_t signatures_ = 0;  // offsets in the segment, in bytes
   size_t staging_ = 0;
   size_t rings_ = 0;
 };

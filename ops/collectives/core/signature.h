@@ -1,7 +1,8 @@
 #pragma once
 
-// A signature describes a rank's call of a collective. Each rank publishes its signature before any
-// rank reads data, and compares the signatures of all ranks, so all ranks detect the same mismatch.
+// A signature holds the properties of a rank's call of a collective that all ranks compare. Each
+// rank publishes its signature before any rank reads data, and compares the signatures of all
+// ranks, so all ranks detect the same mismatch.
 
 #include "types.h"
 
@@ -25,10 +26,10 @@ struct SignatureHeader {
   uint8_t num_dims = 0;  // of the tensor; if it has more than kMaxDims, the last item of `shape` is
                          // a digest of the remaining ones
   int32_t root = -1;
-  int32_t position = 0;  // among the tensors of one coalesced call
+  int32_t position = 0;  // of the tensor in a coalesced call, from 0
   int32_t num_coalesced = 1;
   int64_t num_elements = 0;  // of the input tensor, or of all input tensors together
-  int64_t num_chunks = 1;
+  int64_t num_chunks = 1;    // that this rank needs; all ranks run the maximum
   std::array<int64_t, kMaxDims> shape{};
 };
 

@@ -16,13 +16,14 @@ namespace weft::collectives {
 namespace {
 
 // The result of a collective that does not reduce is streamed if it has at least this many bytes on
-// a rank, that of a reduce-scatter if its input has at least twice as many: a reader would find
-// little of it in a cache otherwise. Measured with benchmarks/collectives.py: all-gather of 32 MiB
-// 0.5 to 0.6 of the time, reduce-scatter about 0.8. Below that, a reduce-scatter of 1 or 4 MiB on 2
-// ranks takes 0.9 to 0.96 of the time, but together with an addition to its result 1.15 to 1.45.
+// a rank, that of a reduce-scatter if its input has at least twice as many: little of such a result
+// would stay in a cache anyway. Measured with benchmarks/collectives.py: streamed, an all-gather of
+// 32 MiB takes 0.5 to 0.6 of the time, a reduce-scatter about 0.8. A smaller reduce-scatter, of 1
+// or 4 MiB on 2 ranks, would take 0.9 to 0.96 of the time, but together with an addition to its
+// result 1.15 to 1.45.
 constexpr size_t kStreamedBytes = size_t{4} << 20;
 
-// Copies full cache lines; `to` is the start of a line. Other threads see the data after
+// Copies kBytes, full cache lines; `to` is the start of a line. Other threads see the data after
 // finish_streaming().
 template <int64_t kBytes>
 __attribute__((always_inline)) inline void stream_lines(std::byte* to, const std::byte* from) {

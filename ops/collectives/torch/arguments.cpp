@@ -22,17 +22,33 @@ const std::vector<at::Tensor>& list_for_all(std::string_view op,
   return lists.front();
 }
 
-void check_flat(std::string_view op, int64_t full, int64_t segment, int num_ranks) {
-  TORCH_CHECK(full == segment * num_ranks,
+void check_flat(std::string_view op,
+                int64_t full_elements,
+                int64_t segment_elements,
+                int num_ranks) {
+  TORCH_CHECK(full_elements == segment_elements * num_ranks,
               "weft: ",
               op,
               " got a tensor of ",
-              full,
+              full_elements,
               " elements for segments of ",
-              segment,
+              segment_elements,
               " elements in a group of ",
               num_ranks,
               "; pass a tensor with one segment for each rank");
+}
+
+void check_one_per_rank(std::string_view op, std::string_view what, size_t count, int num_ranks) {
+  TORCH_CHECK(count == static_cast<size_t>(num_ranks),
+              "weft: ",
+              op,
+              " got ",
+              count,
+              ' ',
+              what,
+              " in a group of ",
+              num_ranks,
+              "; pass one for each rank");
 }
 
 void check_pairs(std::string_view op, size_t num_outputs, size_t num_inputs) {

@@ -31,19 +31,19 @@ Store view_of(const c10::intrusive_ptr<c10d::Store>& store) {
             try {
               store->deleteKey(key);
             } catch (const std::exception&) {
-              // A store that cannot delete keeps the key, which matters only to a later group of
-              // the same name.
+              // A store that cannot delete keeps the key, which matters only to a later group
+              // with the same keys.
             }
           },
           [store](const std::string& key) { return store->check({key}); },
           [store] { return view_of(store->clone()); }};
 }
 
-// All groups of this process, which it leaves when it exits.
+// The groups of this process: leave_all_groups() leaves them when the process exits.
 class LiveGroups {
  public:
   static LiveGroups& instance() {
-    // NOTE: never destroyed: a group may outlive the statics.
+    // NOTE: never destroyed: a group may outlive the static objects.
     static auto* const groups = new LiveGroups;
     return *groups;
   }
@@ -169,7 +169,7 @@ c10::intrusive_ptr<c10d::Backend> WeftBackend::split(const c10::intrusive_ptr<c1
 
 namespace weft::collectives {
 
-// By name: torch's wrapper forwards the name and every message, but is of another type.
+// Compares names: torch's wrapper forwards the name and every message, but has another type.
 bool compares_message_sizes(c10d::ProcessGroup& group) {
   return group.getBackend(at::kCPU)->getBackendName() == WeftBackend::kName;
 }

@@ -102,19 +102,22 @@ class WeftBackend final : public c10d::Backend {
     const char* title;  // for the profiler
     std::chrono::milliseconds timeout;
     bool in_background;
-    bool is_in_scratch =
-        false;  // the input of the only step was written to acquired scratch memory
+    // The input of the only step was written to memory of acquire_scratch().
+    bool is_in_scratch = false;
   };
 
-  // A tensor's position in a coalesced call: all ranks pass as many tensors in the same order.
-  struct Place {
-    size_t position = 0;
-    size_t num_coalesced = 1;
+  // A tensor's position in a coalesced call. All ranks pass the same number of tensors in the same
+  // order.
+  struct CoalescedPosition {
+    size_t index = 0;
+    size_t num_tensors = 1;
   };
 
-  Step step(CollectiveCall call, std::shared_ptr<TensorPack> pack, Place place = {0, 1}) const {
-    call.header.position = static_cast<int32_t>(place.position);
-    call.header.num_coalesced = static_cast<int32_t>(place.num_coalesced);
+  Step step(CollectiveCall call,
+            std::shared_ptr<TensorPack> pack,
+            CoalescedPosition position = {0, 1}) const {
+    call.header.position = static_cast<int32_t>(position.index);
+    call.header.num_coalesced = static_cast<int32_t>(position.num_tensors);
     return {group_->make(std::move(call)), std::move(pack)};
   }
   WorkPtr start(const Call& call,
@@ -123,15 +126,17 @@ class WeftBackend final : public c10d::Backend {
                 Tensors outputs);
   Step all_reduce_step(const at::Tensor& tensor,
                        const c10d::ReduceOp& op,
-                       Place place = {0, 1}) const;
-  Step all_gather_step(const at::Tensor& input, const Tensors& outputs, Place place = {0, 1}) const;
+                       CoalescedPosition position = {0, 1}) const;
+  Step all_gather_step(const at::Tensor& input,
+                       const Tensors& outputs,
+                       CoalescedPosition position = {0, 1}) const;
   Step all_gather_step(const at::Tensor& input,
                        const at::Tensor& output,
-                       Place place = {0, 1}) const;
+                       CoalescedPosition position = {0, 1}) const;
   Step reduce_scatter_step(const at::Tensor& output,
                            const at::Tensor& input,
                            const c10d::ReduceOp& op,
-                           Place place = {0, 1}) const;
+                           CoalescedPosition position = {0, 1}) const;
   WorkPtr message(Message::Direction direction, Tensors& tensors, int peer, int tag);
   // Returns the list with a tensor per rank on the root, an empty list on other ranks.
   Tensors list_on_root(std::string_view op, const std::vector<Tensors>& lists, int root) const;

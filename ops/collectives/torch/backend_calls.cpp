@@ -88,7 +88,8 @@ WeftBackend::WorkPtr WeftBackend::barrier(const c10d::BarrierOptions& opts) {
                {});
 }
 
-// Every barrier names the late ranks on all others, so this one needs nothing more.
+// When a barrier times out, the error on every rank names the late ranks: a monitored barrier needs
+// nothing more.
 void WeftBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
   barrier(opts)->wait();
 }

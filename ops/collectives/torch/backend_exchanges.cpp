@@ -19,22 +19,22 @@ WeftBackend::WorkPtr WeftBackend::broadcast(Tensors& tensors, const c10d::Broadc
 
 WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
                                                const Tensors& outputs,
-                                               Place place) const {
+                                               CoalescedPosition position) const {
   const auto pack = new_pack("all_gather");
   const Input data = pack->input(copy_if_overlapping(outputs, input, getRank()));
   auto places = outputs_of(*pack, outputs);
-  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack, place);
+  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack, position);
 }
 
 WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
                                                const at::Tensor& output,
-                                               Place place) const {
+                                               CoalescedPosition position) const {
   check_flat("all_gather_into_tensor", output.numel(), input.numel(), getSize());
   const auto pack = new_pack("all_gather_into_tensor");
   const Input data = pack->input(
       is_segment_of(output, input, getRank()) ? input : copy_if_overlapping({output}, input));
   auto places = pack->flat_output_segments(output, getSize());
-  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack, place);
+  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack, position);
 }
 
 WeftBackend::WorkPtr WeftBackend::allgather(std::vector<Tensors>& outputs,
@@ -60,7 +60,7 @@ WeftBackend::WorkPtr WeftBackend::_allgather_base(at::Tensor& output,
 WeftBackend::WorkPtr WeftBackend::allgather_coalesced(std::vector<Tensors>& outputs,
                                                       Tensors& inputs,
                                                       const c10d::AllgatherOptions& opts) {
-  check_pairs("all_gather_coalesced", outputs.size(), static_cast<size_t>(getSize()));
+  check_one_per_rank("all_gather_coalesced", "lists of outputs", outputs.size(), getSize());
   std::vector<Step> steps;
   Tensors all;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -146,9 +146,8 @@ WeftBackend::WorkPtr WeftBackend::alltoall_base(at::Tensor& output,
 WeftBackend::WorkPtr WeftBackend::alltoall(Tensors& outputs,
                                            Tensors& inputs,
                                            const c10d::AllToAllOptions& opts) {
-  const auto num_ranks = static_cast<size_t>(getSize());
-  check_pairs("all_to_all", outputs.size(), num_ranks);
-  check_pairs("all_to_all", num_ranks, inputs.size());
+  check_one_per_rank("all_to_all", "outputs", outputs.size(), getSize());
+  check_one_per_rank("all_to_all", "inputs", inputs.size(), getSize());
   const auto pack = new_pack("all_to_all");
   Tensors sources;
   for (const at::Tensor& input : inputs) sources.push_back(copy_if_overlapping(outputs, input));

@@ -58,12 +58,12 @@ using c10d::OpType;
 
 WeftBackend::Step WeftBackend::all_reduce_step(const at::Tensor& tensor,
                                                const c10d::ReduceOp& op,
-                                               Place place) const {
+                                               CoalescedPosition position) const {
   const auto pack = new_pack("all_reduce");
   const auto [input, output] = pack->in_place(tensor);
   const ReduceOp reduce_op = reduce_op_of("all_reduce", op, pack->dtype());
   return step(
-      all_reduce_call(facts_of("all_reduce", tensor), reduce_op, input, output), pack, place);
+      all_reduce_call(facts_of("all_reduce", tensor), reduce_op, input, output), pack, position);
 }
 
 WeftBackend::WorkPtr WeftBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
@@ -151,7 +151,7 @@ WeftBackend::WorkPtr WeftBackend::reduce_scatter(Tensors& outputs,
 WeftBackend::Step WeftBackend::reduce_scatter_step(const at::Tensor& output,
                                                    const at::Tensor& input,
                                                    const c10d::ReduceOp& op,
-                                                   Place place) const {
+                                                   CoalescedPosition position) const {
   check_flat("reduce_scatter_tensor", input.numel(), output.numel(), getSize());
   const auto pack = new_pack("reduce_scatter_tensor");
   const Output sum = pack->output(output);
@@ -161,7 +161,7 @@ WeftBackend::Step WeftBackend::reduce_scatter_step(const at::Tensor& output,
   const ReduceOp reduce_op = reduce_op_of("reduce_scatter_tensor", op, pack->dtype());
   return step(reduce_scatter_call(pack->dtype(), reduce_op, std::move(segments), sum, getRank()),
               pack,
-              place);
+              position);
 }
 
 WeftBackend::WorkPtr WeftBackend::_reduce_scatter_base(at::Tensor& output,

@@ -15,7 +15,8 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // When a connection is lost, gloo ends all waits on it, except that of a receive of which some
 // bytes have arrived: that one lasts until its timeout. So a transfer larger than this is followed
-// by one byte, and the receiver waits for that byte first: it arrives after all bytes before it.
+// by a transfer of one byte, and the receiver waits for that byte first, which arrives after all
+// other bytes.
 constexpr size_t kMaxUnsplitBytes = 16 * 1024;
 
 std::vector<at::Tensor> as_tensors(std::byte* data, size_t num_bytes) {

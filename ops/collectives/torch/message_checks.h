@@ -4,17 +4,17 @@
 
 #include <string>
 
-// The checks of a group's backend for CPU tensors on messages whose two sides differ.
+// What a group's backend for CPU tensors does if the two sides of a message differ.
 namespace weft::collectives {
 
-// Whether both sides raise if their sizes differ, as with weft's backend, also under torch's
-// wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL. A receive may then be posted before its size is known
-// to be right. REQUIRES: a backend for CPU tensors.
+// Whether both sides raise if their sizes differ. True for weft's backend, also under torch's
+// wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL. Then a receive may be posted before its size has been
+// checked. REQUIRES: a backend for CPU tensors.
 bool compares_message_sizes(c10d::ProcessGroup& group);
 
-// Fails the group on every rank, at once, with a CollectiveMismatchError whose message is `text`.
-// Returns false, and does nothing, if `group` uses another backend for CPU tensors, or torch's
-// wrapper.
+// Fails the group on every rank, without waiting for operations in flight, with a
+// CollectiveMismatchError whose message is `text`. Returns false, and does nothing, if `group` uses
+// another backend for CPU tensors, or torch's wrapper.
 bool fail_group(c10d::ProcessGroup& group, const std::string& text);
 
 }  // namespace weft::collectives

@@ -13,7 +13,8 @@
 namespace weft::collectives {
 
 struct ErrorHooks {
-  // Throws the binding's exception for a failure. Called on the thread that called the operation.
+  // Throws the binding's exception for a failure. Called on the thread to which the failure is
+  // raised.
   void (*raise)(ErrorKind kind, const std::string& text) = nullptr;
   // Returns an exception that may be thrown many times, on any thread: for a future.
   std::exception_ptr (*make_storable)(ErrorKind kind, const std::string& text) = nullptr;
@@ -22,9 +23,9 @@ struct ErrorHooks {
 // Sets the hooks for all later failures. A null hook leaves the C++ classes.
 WEFT_OPS_API void set_error_hooks(const ErrorHooks& hooks);
 
-// While it exists, the messages that the raise hook gets on this thread begin with the operation:
-// "weft::row_linear: the all-reduce failed on rank 1 of its group: ...". The messages of the C++
-// classes stay as they are: the code that catches them can add text().
+// While a RaiseContext exists, the messages that the raise hook gets on its thread begin with the
+// operation: "weft::row_linear: the all-reduce failed on rank 1 of its group: ...". The messages of
+// the C++ classes stay as they are: the code that catches them can add text().
 class RaiseContext {
  public:
   // `op` and `what` outlive this.
@@ -43,9 +44,9 @@ class RaiseContext {
   const RaiseContext* outer_;
 };
 
-// Throws `error`, or what the hook makes of it.
+// Throws `error`; if it is a CollectiveError and the hook is set, what the hook makes of it.
 [[noreturn]] void raise(std::exception_ptr error);
-// Returns `error`, or what the hook makes of it, to be thrown later.
+// Returns `error` or, under the same conditions, what the hook makes of it, to be thrown later.
 std::exception_ptr storable(std::exception_ptr error);
 
 }  // namespace weft::collectives

@@ -22,14 +22,15 @@ class TensorPack {
  public:
   explicit TensorPack(std::string_view op) : op_(op) {}
 
-  // Errors: c10::Error unless `tensor` is a dense CPU tensor of the dtype of those before it.
+  // Errors: c10::Error unless `tensor` is a dense CPU tensor of the same dtype as the tensors that
+  // the pack already holds.
   Input input(const at::Tensor& tensor);
   Output output(const at::Tensor& tensor);
   // For a tensor that is read and written.
   std::pair<Input, Output> in_place(const at::Tensor& tensor);
 
-  // Return `num_segments` segments of `tensor`, split along its first dim into `counts` rows each;
-  // empty counts: into equal segments.
+  // Return `num_segments` segments of `tensor`, split along its first dim: segment i has counts[i]
+  // rows. If `counts` is empty, the segments are equal.
   std::vector<Input> input_segments(const at::Tensor& tensor,
                                     const std::vector<int64_t>& counts,
                                     int num_segments);
@@ -45,7 +46,7 @@ class TensorPack {
   // The dtype of the tensors so far. REQUIRES: at least one.
   DType dtype() const { return dtype_.value(); }
 
-  // Call it when the operation is done: copies results back to tensors that are not contiguous.
+  // Copies results back to outputs that are not contiguous. Call it when the operation is done.
   void copy_back();
 
  private:
@@ -59,19 +60,20 @@ class TensorPack {
 };
 
 // Return copies of the inputs that overlap an output, and the other inputs unchanged: an output may
-// be written while other portions of an input are read. Item `own` of the list is not copied if it
-// is the same memory as the single tensor, because a rank reads and writes its own segment at once.
+// be written while other portions of an input are read. The single tensor and item `own` of the
+// list may be the same memory, because a rank writes its own segment only where it has read it.
 at::Tensor copy_if_overlapping(const std::vector<at::Tensor>& outputs,
                                const at::Tensor& input,
                                int own = -1);
 std::vector<at::Tensor> copy_overlapping(const at::Tensor& output,
                                          const std::vector<at::Tensor>& inputs,
                                          int own);
-// Returns the inputs of calls that are made one after another, outputs[i] from inputs[i], with
-// copies of the inputs that an earlier call writes.
+// For calls that run one after another and write outputs[i] from inputs[i]: returns the inputs,
+// with copies of those that an earlier call writes.
 std::vector<at::Tensor> copy_if_written_earlier(const std::vector<at::Tensor>& outputs,
                                                 const std::vector<at::Tensor>& inputs);
-// Whether `segment` is the segment of rank `rank` in `full`; both must be contiguous.
+// Whether the memory of `segment` is the segment of rank `rank` in `full`. False unless both are
+// contiguous.
 bool is_segment_of(const at::Tensor& full, const at::Tensor& segment, int rank);
 
 // Returns the dtype and shape, which ranks compare.

@@ -104,7 +104,7 @@ int CollectiveWork::sourceRank() const {
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   for (const OperationPtr& operation : operations_) group_->wait(*operation, timeout);
-  // The caller may use the future next.
+  // Another thread completes the future, which the caller may read next.
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     const std::lock_guard lock(completion_->mutex);

@@ -12,7 +12,8 @@
 
 namespace weft::collectives {
 
-// One or several operations of one call. The group carries them out even if no thread waits.
+// One or several operations of one call. The group carries them out even if no thread waits, except
+// on one host those submitted without `in_background`.
 class CollectiveWork final : public c10d::Work {
  public:
   // title: for the profiler. outputs: the value of result() and of the future.

@@ -9,29 +9,31 @@ namespace weft::memory {
 namespace {
 
 constexpr int kNone = -1;
-thread_local int thread_category = kNone;
+thread_local int thread_category = kNone;  // that of the innermost ScopedCategory
 
 }  // namespace
 
 Ledger::Ledger() : start_(std::chrono::steady_clock::now()) {
-  newest_.next = newest_.previous = &newest_;
+  head_.next = head_.previous = &head_;
   phases_.push_back({"start", start_, {}});
 }
 
 void Ledger::add(BlockHeader& header) {
   const std::lock_guard lock(mutex_);
-  header.category = thread_category == kNone ? default_ : static_cast<Category>(thread_category);
+  header.category =
+      thread_category == kNone ? phase_category_ : static_cast<Category>(thread_category);
   header.sequence = ++num_allocations_;
-  header.next = newest_.next;
-  header.previous = &newest_;
+  header.next = head_.next;
+  header.previous = &head_;
   header.next->previous = &header;
-  newest_.next = &header;
+  head_.next = &header;
   ++num_blocks_;
   const auto num_bytes = static_cast<int64_t>(header.num_bytes);
   current_[header.category] += num_bytes;
   current_total_ += num_bytes;
-  if (current_total_ > peak_.total) peak_ = now();
-  if (Peak& phase_peak = phases_.back().peak; current_total_ > phase_peak.total) phase_peak = now();
+  if (current_total_ > peak_.total) peak_ = current_as_peak();
+  if (Peak& phase_peak = phases_.back().peak; current_total_ > phase_peak.total)
+    phase_peak = current_as_peak();
 }
 
 void Ledger::remove(BlockHeader& header) {
@@ -51,9 +53,9 @@ void Ledger::change(BlockHeader& header, Category category) {
   };
   move(current_);
   // The block is alive, so it is part of every peak that was reached after its allocation.
-  if (header.sequence <= peak_.sequence) move(peak_.usage);
+  if (header.sequence <= peak_.num_allocations) move(peak_.usage);
   for (auto& phase : std::ranges::reverse_view(phases_)) {
-    if (header.sequence > phase.peak.sequence) break;
+    if (header.sequence > phase.peak.num_allocations) break;
     move(phase.peak.usage);
   }
   header.category = category;
@@ -66,7 +68,7 @@ void Ledger::set_category(BlockHeader& header, Category category) {
 
 void Ledger::set_category_since(uint64_t mark, Category from, Category to) {
   const std::lock_guard lock(mutex_);
-  for (BlockHeader* header = newest_.next; header != &newest_ && header->sequence > mark;
+  for (BlockHeader* header = head_.next; header != &head_ && header->sequence > mark;
        header = header->next) {
     if (header->category == from) change(*header, to);
   }
@@ -79,7 +81,8 @@ void Ledger::set_shared_memory(int64_t num_bytes) {
   current_total_ += added;
   if (added <= 0) return;
   Peak& phase_peak = phases_.back().peak;
-  const bool is_overall = phase_peak.sequence == peak_.sequence && phase_peak.total == peak_.total;
+  const bool is_overall =
+      phase_peak.num_allocations == peak_.num_allocations && phase_peak.total == peak_.total;
   phase_peak.usage[Category::kCommunication] += added;
   phase_peak.total += added;
   if (is_overall || phase_peak.total > peak_.total) peak_ = phase_peak;
@@ -92,8 +95,8 @@ uint64_t Ledger::mark() const {
 
 void Ledger::begin_phase(std::string name, Category category) {
   const std::lock_guard lock(mutex_);
-  default_ = category;
-  phases_.push_back({std::move(name), std::chrono::steady_clock::now(), now()});
+  phase_category_ = category;
+  phases_.push_back({std::move(name), std::chrono::steady_clock::now(), current_as_peak()});
   if (phases_.size() > kMaxPhases) phases_.pop_front();
 }
 
@@ -116,9 +119,9 @@ Totals Ledger::totals() const {
 
 void Ledger::reset_peak() {
   const std::lock_guard lock(mutex_);
-  peak_ = now();
+  peak_ = current_as_peak();
   phases_.erase(phases_.begin(), phases_.end() - 1);
-  phases_.back().peak = now();
+  phases_.back().peak = current_as_peak();
 }
 
 // fork() may be called while another thread holds the lock, which would stay locked in the child.

@@ -1,9 +1,10 @@
 #pragma once
 
-// The ledger of memory: it records every block when it is allocated and removes it when it is
-// freed. It keeps the current bytes per category, and the peak, that is the bytes per category when
-// their sum was largest, overall and for each phase. A phase is a period of the run, such as a
-// forward. Thread-safe. A forked child has a copy of its parent's ledger.
+// The ledger of memory: the allocator records every block in it when the block is allocated and
+// removes the block when it is freed. The ledger keeps the current bytes per category, and the
+// peak, that is the bytes per category when their sum was largest, overall and for each phase. A
+// phase is a period of the run, such as a forward. Thread-safe. A forked child has a copy of its
+// parent's ledger.
 
 #include <weft/memory/usage.h>
 
@@ -18,7 +19,7 @@ namespace weft::memory {
 // The ledger's record of a block, in the 64 bytes before it.
 struct alignas(64) BlockHeader {
   size_t num_bytes = 0;   // as requested
-  uint64_t sequence = 0;  // of the allocation, from 1
+  uint64_t sequence = 0;  // number of the allocation, from 1
   BlockHeader* previous = nullptr;
   BlockHeader* next = nullptr;
   Category category = Category::kOther;
@@ -36,17 +37,17 @@ class Ledger {
   void add(BlockHeader& header);
   void remove(BlockHeader& header);
 
-  // Changes the category of a block, also in all peaks that include it, as if it had had the
+  // Changes the category of a block, also in all peaks that include the block, as if it had had the
   // category from the start.
   void set_category(BlockHeader& header, Category category);
-  // The same for all live blocks of category `from` that were allocated after mark() returned
+  // Does the same for all live blocks of category `from` that were allocated after mark() returned
   // `mark`.
   void set_category_since(uint64_t mark, Category from, Category to);
   uint64_t mark() const;
 
   // Sets the total of shared memory for communication, which no allocator reports. An increase
-  // since the last call is also added to the peak of the current phase: the memory may have been
-  // there by then.
+  // since the last call is also added to the peak of the current phase, because the memory may have
+  // been allocated before that peak.
   void set_shared_memory(int64_t num_bytes);
 
   // Begins a phase. Blocks allocated in it get `category` by default.
@@ -63,7 +64,7 @@ class Ledger {
   struct Peak {
     Usage usage;
     int64_t total = 0;
-    uint64_t sequence = 0;  // of the newest block at the peak
+    uint64_t num_allocations = 0;  // when the peak was reached
   };
   struct PhaseRecord {
     std::string name;
@@ -72,24 +73,25 @@ class Ledger {
   };
   friend struct ForkHandlers;
 
-  // REQUIRES, for both: the lock is held.
+  // REQUIRES (both): the lock is held.
   void change(BlockHeader& header, Category category);
-  Peak now() const { return {current_, current_total_, num_allocations_}; }
+  Peak current_as_peak() const { return {current_, current_total_, num_allocations_}; }
 
   mutable std::mutex mutex_;
   const std::chrono::steady_clock::time_point start_;
-  BlockHeader newest_;  // head of the circular list of live blocks, newest first
+  BlockHeader head_;  // of the circular list of live blocks, newest first; not a block itself
   Usage current_;
   int64_t current_total_ = 0;
   int64_t shared_memory_ = 0;
   Peak peak_;
   uint64_t num_allocations_ = 0;
   uint64_t num_blocks_ = 0;
-  Category default_ = Category::kOther;
+  Category phase_category_ = Category::kOther;  // of the current phase
   std::deque<PhaseRecord> phases_;
 };
 
-// While it exists, blocks that this thread allocates get `category`, whatever the phase.
+// While a ScopedCategory exists, blocks that its thread allocates get `category` instead of the
+// category of the phase.
 class ScopedCategory {
  public:
   explicit ScopedCategory(Category category);

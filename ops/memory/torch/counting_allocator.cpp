@@ -11,7 +11,8 @@ namespace weft::memory {
 
 namespace {
 
-// The wrapped allocator; null before. Global, because a deleter is a function without state.
+// The wrapped allocator; null before install_counting_allocator(). Global, because a deleter is a
+// function without state.
 std::atomic<c10::Allocator*> wrapped{nullptr};
 
 BlockHeader* header_before(void* data) { return static_cast<BlockHeader*>(data) - 1; }
@@ -24,7 +25,7 @@ void free_block(void* data) {
 }
 
 // oneDNN and others pass get() to raw_deleter(), so data and context of a DataPtr must be the same
-// pointer. Hence a block's record is in front of the data rather than in a context.
+// pointer. Hence a block's header is in front of the data rather than in a context.
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t num_bytes) override {
@@ -52,7 +53,7 @@ bool install_counting_allocator() {
   c10::Allocator* const base = c10::GetCPUAllocator();
   TORCH_CHECK(base->raw_deleter() != nullptr,
               "weft: got a CPU allocator without a raw_deleter, whose memory cannot be counted; "
-              "start counting before it is installed");
+              "start counting before that allocator is installed");
   wrapped = base;
   // Never destroyed: storages refer to it, and blocks may be freed at process exit.
   c10::SetCPUAllocator(new CountingAllocator, UINT8_MAX);

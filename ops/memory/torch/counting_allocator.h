@@ -8,7 +8,7 @@
 
 namespace weft::memory {
 
-// Wraps torch's CPU allocator; this cannot be undone. Returns false if it was wrapped before.
+// Wraps torch's CPU allocator until the process ends. Returns false if it was wrapped before.
 // Errors: c10::Error for an allocator without a raw_deleter.
 bool install_counting_allocator();
 bool is_counting();

@@ -8,8 +8,9 @@ namespace weft::ops {
 
 namespace {
 
-// Shared memory does not come from the allocator, so its size is read whenever figures are needed.
-memory::Ledger& up_to_date() {
+// Returns the ledger with the current size of shared memory. That memory does not come from the
+// allocator, so its size is read whenever figures are needed.
+memory::Ledger& updated_ledger() {
   memory::ledger().set_shared_memory(static_cast<int64_t>(shared_memory_bytes()));
   return memory::ledger();
 }
@@ -17,14 +18,14 @@ memory::Ledger& up_to_date() {
 }  // namespace
 
 bool track_memory() { return memory::install_counting_allocator(); }
-bool tracks_memory() { return memory::is_counting(); }
+bool is_tracking_memory() { return memory::is_counting(); }
 
-memory::Totals memory_totals() { return up_to_date().totals(); }
-void reset_memory_peak() { up_to_date().reset_peak(); }
-std::vector<memory::Phase> memory_phases() { return up_to_date().phases(); }
+memory::Totals memory_totals() { return updated_ledger().totals(); }
+void reset_memory_peak() { updated_ledger().reset_peak(); }
+std::vector<memory::Phase> memory_phases() { return updated_ledger().phases(); }
 
 void begin_memory_phase(const std::string& name, Category category) {
-  up_to_date().begin_phase(name, category);
+  updated_ledger().begin_phase(name, category);
 }
 
 bool set_memory_category(const at::Tensor& tensor, Category category) {

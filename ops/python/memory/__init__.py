@@ -1,13 +1,14 @@
-"""Counts the memory of this process, exact to the byte, by category.
+"""Counts the bytes that this process holds in tensors, exactly and by category.
 
     WEFT_MEMORY=1 python train.py           # or weft.memory.track() before the first tensor
 
-    weft.memory.watch(model, optimizer)     # the strategies do so themselves
+    weft.memory.watch(model, optimizer)     # the strategies call it themselves
     ...
     weft.memory.peak(), weft.memory.by_category(at="peak")
 
 CPU tensors are counted by an allocator that wraps torch's: the requested bytes, on all threads, including temporaries
-inside operators. For a CUDA `device` the figures come from the statistics of torch's caching allocator.
+inside operators. The shared memory of weft's groups is counted, too. For a CUDA `device` the figures come from the
+statistics of torch's caching allocator.
 """
 
 from __future__ import annotations

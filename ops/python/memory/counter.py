@@ -15,17 +15,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft import _memory
 
 CATEGORIES: tuple[str, ...] = _memory.CATEGORIES
-"""Names of what memory is for. "scratch" is what operators and optimizers need for a moment."""
+"""The names of the categories. "scratch" is the temporary memory of operators and optimizers."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run.
+    """A part of a run, between two calls of `begin_phase`.
 
     Attributes:
         name: "forward", "backward", "step", or the name given to `begin_phase`.
         seconds: from the start of counting to the start of the phase.
-        peak: bytes by category at the moment of the phase when their sum was largest.
+        peak: bytes by category at the moment in the phase when their sum was largest.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Phase:
 def track(known: Iterable[torch.Tensor] = ()) -> None:
     """Count the memory of all new CPU tensors from now on, until the process ends.
 
-    Existing tensors are not counted: a warning says how many bytes they hold.
+    Existing tensors are not counted: a warning says how many bytes they hold. Later calls do nothing.
 
     Args:
         known: existing tensors that the warning leaves out, because the caller adds their bytes itself; see
@@ -81,11 +81,11 @@ def track_if_asked() -> None:
 
 def is_tracking() -> bool:
     """Return whether CPU tensors are counted."""
-    return _memory.tracks()
+    return _memory.is_tracking()
 
 
 def _check_tracking() -> None:
-    if not _memory.tracks():
+    if not _memory.is_tracking():
         raise RuntimeError(
             "weft.memory counts nothing yet: set WEFT_MEMORY=1 before `import weft`, or call weft.memory.track() "
             "before the first tensor is made."
@@ -114,12 +114,12 @@ def peak(device: torch.device | str = "cpu") -> int:
 
 
 def reserved(device: torch.device | str = "cpu") -> int:
-    """Return the bytes reserved now: on CUDA the caching allocator's segments; CPU memory is released at once."""
+    """Return the bytes that torch's caching allocator has reserved now; on the CPU, which has none, `current()`."""
     return torch.cuda.memory_reserved(device) if _is_cuda(device) else current()
 
 
 def peak_reserved(device: torch.device | str = "cpu") -> int:
-    """Return the most bytes reserved at once since counting began or the last `reset_peak()`."""
+    """Return the most bytes reserved at once since counting began or the last `reset_peak()`; see `reserved`."""
     return torch.cuda.max_memory_reserved(device) if _is_cuda(device) else peak()
 
 
@@ -132,7 +132,7 @@ def by_category(at: Literal["now", "peak"] = "now") -> dict[str, int]:
 
 
 def reset_peak(device: torch.device | str = "cpu") -> None:
-    """Reset the peak; for CPU memory, the timeline too."""
+    """Reset the peak to the bytes in use now; for CPU memory, also drop all phases but the current one."""
     if _is_cuda(device):
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -153,16 +153,21 @@ def timeline() -> list[Phase]:
 
 
 def begin_phase(name: str, category: str = "other") -> None:
-    """Begin a phase of the timeline, in which memory is of `category` until it is tagged."""
-    if _memory.tracks():
+    """Begin a phase of the timeline; memory allocated in it has `category` until it is tagged.
+
+    Does nothing if memory is not counted.
+    """
+    if _memory.is_tracking():
         _memory.begin_phase(name, category)
 
 
 def tag(tensors: Iterable[torch.Tensor | None], category: str) -> None:
-    """Set the category of the tensors' memory, also in a recorded peak that they were part of."""
-    if not _memory.tracks():
+    """Set the category of the tensors' memory, also in recorded peaks that include it.
+
+    For a DTensor, tags this rank's shard. Does nothing if memory is not counted.
+    """
+    if not _memory.is_tracking():
         return
     for tensor in tensors:
         if tensor is not None:
-            # This rank's shard of a DTensor.
             _memory.set_category(getattr(tensor, "_local_tensor", tensor), category)

@@ -50,7 +50,8 @@ class Watch:
     def forward_begins(self, inputs: Any = ()) -> None:
         """Begin the phase "forward", or "inference" if gradients are not recorded.
 
-        `inputs`: the tensors, in a batch of lists, tuples and dicts, that the first layers save for the backward.
+        `inputs`: a batch, of nested lists, tuples and dicts. With gradients its tensors, which the first layers save
+        for the backward, are tagged "saved_activations", except parameters and buffers of the model.
         """
         if torch.is_grad_enabled():
             tensors = (each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
@@ -99,8 +100,8 @@ class Watch:
 def tag_parameters(model: torch.nn.Module) -> int:
     """Tag the parameters and buffers of a model as "parameters"; return the bytes of those that are not counted.
 
-    Those are CPU storages made before `track()`, or without torch's allocator (shared memory, mapped files).
-    Each storage counts once, tied parameters too; for a DTensor, the local shard counts.
+    Not counted are CPU storages made before `track()`, or without torch's allocator (shared memory, mapped files).
+    A storage that several of these tensors use adds its bytes once; for a DTensor, the local shard does.
     """
     tensors = storages((*model.parameters(), *model.buffers()))
     return sum(
@@ -116,10 +117,10 @@ def _after_accumulation(parameter: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def saving(inputs: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside is the phase "forward", one of several whose backwards are still to come, as in a pipeline.
+    """Return a context for one forward of several before their backwards, as in a pipeline: the phase "forward".
 
-    Memory allocated inside that stays alive is "saved_activations", and so are `inputs`. Without gradients the phase is
-    "inference". Does nothing if memory is not counted.
+    Memory allocated inside that is alive at the end is tagged "saved_activations", and so are `inputs`. Without
+    gradients the phase is "inference", and nothing is tagged. Does nothing if memory is not counted.
     """
     if not is_tracking():
         yield
@@ -140,7 +141,7 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Watch:
     "saved_activations"; gradients are tagged when they are accumulated, optimizer states after the step that creates
     them. Other allocations of operators and optimizers are "scratch", and allocations between the steps "other".
 
-    Returns a handle whose `remove()` removes the hooks. Call it when the parameters are final: sharded, on their
-    device.
+    Returns a handle whose `remove()` removes the hooks. Call `watch` after the parameters have been sharded and moved
+    to their device.
     """
     return Watch(model, *optimizers)

@@ -31,7 +31,8 @@ class ParallelAttention(nn.Module):
     """Softmax attention over the last dim but one, with this rank's heads: x `[..., S, dim]` -> `[..., S, dim]`.
 
     One all-reduce forward and one backward. With `sequence_dim`: one all-gather and one reduce-scatter forward, two
-    all-gathers and one reduce-scatter backward.
+    all-gathers and one reduce-scatter backward. In addition, the backward all-reduces the gradients of replicated
+    key/value heads over their ranks, and those of cos, sin and mask, if they require gradients, over the group.
 
     Args:
         dim: size of the last dim of x and of the result.
@@ -40,9 +41,10 @@ class ParallelAttention(nn.Module):
             multiple of the number of ranks is sharded over them. For a divisor of that number the heads are replicated:
             neighbouring ranks hold equal copies of one head, and the gradients are summed over these ranks.
         group_name: c10d name of the group; "" for a group of one.
-        kv_group_name: of the ranks that hold copies of this rank's key/value head, from `weft.nn.kv_groups`. Required
-            if these heads are replicated, unless all ranks hold the same one. The initial values are broadcast in this
-            group, so its ranks must construct the module together.
+        kv_group_name: c10d name of the group of ranks that hold copies of this rank's key/value head, from
+            `weft.nn.kv_groups`. Required if these heads are replicated, unless all ranks hold the same one. The
+            constructor broadcasts the initial values of replicated heads in this group, so its ranks must construct
+            the module together.
         head_dim: default dim / num_heads.
         fused_qkv: one projection `qkv`. False: `q`, `k` and `v`, whose weights are concatenated in every forward; the
             copy is kept for the backward.
@@ -89,7 +91,7 @@ class ParallelAttention(nn.Module):
         heads, kv_heads = local_heads("ParallelAttention", num_heads, num_kv_heads, num_ranks, rank)
         if head_dim is None and dim % num_heads:
             raise ValueError(
-                f"ParallelAttention: got dim {dim}, which does not divide by num_heads {num_heads}; pass head_dim."
+                f"ParallelAttention: got dim {dim}, which is not a multiple of num_heads {num_heads}; pass head_dim."
             )
         self.kv_group_name = checked_kv_group("ParallelAttention", num_kv_heads, group_name, kv_group_name)
         self.group_name = group_name
@@ -125,14 +127,16 @@ class ParallelAttention(nn.Module):
         mask: Tensor | None = None,
         sequence_size: int | None = None,
     ) -> Tensor:
-        """With `sequence_dim`, too, S in the shapes of cos, sin and mask is the length of the unsharded sequence.
+        """Return `[..., S, dim]`; with `sequence_dim`, this rank's shard of it.
+
+        S is always the length of the unsharded sequence, also in the shapes of cos, sin and mask.
 
         Args:
-            x: `[..., S, dim]`, with `sequence_dim` this rank's shard.
+            x: `[..., S, dim]`; with `sequence_dim`, this rank's shard of it.
             cos, sin: `[S, head_dim]` or `[..., S, head_dim]`: rotary embedding of queries and keys. With (x1, x2) the
                 halves of a head: (x1, x2) * cos + (-x2, x1) * sin.
             mask: `[S, S]` or `[..., 1, S, S]`, the same for all heads; bool (True: attend) or added to the scores.
-            sequence_size: S; without it all shards of the sequence must have equal sizes.
+            sequence_size: S, with `sequence_dim` only; without it all shards of the sequence must have equal sizes.
         """
         self._check(x, cos, sin, mask, sequence_size)
         if self.qkv is not None:
@@ -199,27 +203,29 @@ class ParallelAttention(nn.Module):
             if self.sequence_dim % x.dim() != x.dim() - 2:
                 raise ValueError(
                     f"ParallelAttention: got sequence_dim {self.sequence_dim} for x with {x.dim()} dims; the sequence "
-                    "must be the last dim but one, to which attention is paid."
+                    "must be the last dim but one."
                 )
         elif sequence_size is not None:
-            raise ValueError("ParallelAttention: got sequence_size without sequence_dim; make the block with one.")
+            raise ValueError(
+                "ParallelAttention: got sequence_size without sequence_dim; pass sequence_dim to the constructor."
+            )
         if (cos is None) != (sin is None):
             raise ValueError("ParallelAttention: got one of cos and sin; pass both or neither.")
         for table in (cos, sin):
             if table is not None and (table.size(-1) != self.head_dim or self.head_dim % 2 != 0):
                 raise ValueError(
                     f"ParallelAttention: got cos or sin of {table.size(-1)} features for heads of {self.head_dim}; "
-                    "they must have as many, and that an even number."
+                    "both must have the same even number of features."
                 )
         if mask is not None:
             if mask.dim() > 2 and mask.size(-3) != 1:
                 raise ValueError(
-                    f"ParallelAttention: got a mask with {mask.size(-3)} for its dim of heads, which must be 1; masks "
-                    "are the same for all heads."
+                    f"ParallelAttention: got a mask for {mask.size(-3)} heads; pass one mask for all heads, "
+                    "[sequence, sequence] or [..., 1, sequence, sequence]."
                 )
             if mask.dtype != torch.bool and not mask.is_floating_point():
                 raise ValueError(
-                    "ParallelAttention: got a mask of integers; pass bool (True: is attended to) or floats to be added."
+                    "ParallelAttention: got a mask of integers; pass bool (True: attend), or floats (added to scores)."
                 )
 
     @torch.no_grad()

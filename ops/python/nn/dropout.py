@@ -32,7 +32,7 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        # A tensor without dims: beside CUDA tensors a traced graph may contain no other CPU tensor.
+        # Without dims: in a traced graph with CUDA tensors, CPU tensors must have no dims.
         seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device=torch.device("cpu"))
         return torch.ops.weft.dropout(
             x, seed, p=self.p, group_name=self.group_name, dim=self.dim, dim_size=self.dim_size

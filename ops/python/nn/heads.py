@@ -43,7 +43,7 @@ def shard_qkv(
     if weight.dim() < 1 or weight.size(0) % num_blocks:
         raise ValueError(
             f"shard_qkv: got a tensor of shape {list(weight.shape)} for {num_heads} query and {num_kv_heads} key/value "
-            f"heads; its first dim must divide by {num_blocks}."
+            f"heads; its first dim must be a multiple of {num_blocks}."
         )
     if layout == "blocks":
         picked = [*heads, *(num_heads + h for h in kv_heads), *(num_heads + num_kv_heads + h for h in kv_heads)]
@@ -59,10 +59,11 @@ def shard_qkv(
 
 
 def kv_groups(num_kv_heads: int, group_name: str) -> str:
-    """Create the groups of ranks that hold the same key/value head; return the name of this rank's, for the attention.
+    """Create the groups of ranks that hold the same key/value head; return the name of this rank's group.
 
-    Collective over the group; once for all layers with this number of heads. If no head is replicated, no group is
-    created and the result is "". If all ranks hold the same head, the result is `group_name`.
+    Pass it to `ParallelAttention` as `kv_group_name`. All ranks of the group must call this function, once for all
+    layers with this number of heads. If no head is replicated, no group is created and the result is "". If all ranks
+    hold the same head, no group is created and the result is `group_name`.
 
     Args:
         num_kv_heads: of the unsharded attention.
@@ -99,7 +100,7 @@ def local_heads(owner: str, num_heads: int, num_kv_heads: int, num_ranks: int, r
     if num_ranks < 1 or not 0 <= rank < num_ranks:
         raise ValueError(f"{owner}: got rank {rank} of {num_ranks} ranks; ranks count from 0.")
     if num_heads % num_ranks:
-        raise ValueError(f"{owner}: got num_heads {num_heads} on {num_ranks} ranks; it must divide by them.")
+        raise ValueError(f"{owner}: got num_heads {num_heads} on {num_ranks} ranks; it must be a multiple of them.")
     num_copies = ranks_per_kv_head(owner, num_kv_heads, num_ranks)
     num_local = num_heads // num_ranks
     num_kv_local = num_kv_heads * num_copies // num_ranks
@@ -111,19 +112,23 @@ def ranks_per_kv_head(owner: str, num_kv_heads: int, num_ranks: int) -> int:
     """Return the number of ranks that hold the same key/value head; 1 if the heads are sharded."""
     if num_kv_heads < 1 or (num_kv_heads % num_ranks and num_ranks % num_kv_heads):
         raise ValueError(
-            f"{owner}: got num_kv_heads {num_kv_heads} on {num_ranks} ranks; one of the two must divide by the other."
+            f"{owner}: got num_kv_heads {num_kv_heads} on {num_ranks} ranks; one must be a multiple of the other."
         )
     return 1 if num_kv_heads % num_ranks == 0 else num_ranks // num_kv_heads
 
 
 def checked_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_name: str | None) -> str:
-    """Return the name of the group that holds this rank's key/value head, "" for none; raises for a wrong group."""
+    """Return the name of the group of ranks with copies of this rank's key/value head, "" if it has none.
+
+    Raises:
+        ValueError: `kv_group_name` is another group, is missing, or is given for sharded heads.
+    """
     num_ranks = 1 if not group_name else process_group(group_name).size()
     num_copies = ranks_per_kv_head(owner, num_kv_heads, num_ranks)
     if num_copies == 1:
         if kv_group_name:
             raise ValueError(
-                f"{owner}: got a kv_group_name where the {num_kv_heads} key/value heads are sharded over {num_ranks} "
+                f"{owner}: got kv_group_name, but the {num_kv_heads} key/value heads are sharded over {num_ranks} "
                 "ranks; leave it out."
             )
         return ""
@@ -134,7 +139,7 @@ def checked_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_na
     ):
         raise ValueError(
             f"{owner}: got num_kv_heads {num_kv_heads} on {num_ranks} ranks without the group of the {num_copies} "
-            "ranks that share a head; pass kv_group_name=weft.nn.kv_groups(num_kv_heads, group_name)."
+            "ranks that hold the same head; pass kv_group_name=weft.nn.kv_groups(num_kv_heads, group_name)."
         )
     return kv_group_name
 

@@ -134,7 +134,7 @@ class AllGatherLinear(ColumnLinear):
 
 
 class LinearReduceScatter(RowLinear):
-    """A RowLinear, result sharded along `scatter_dim`: `[..., S, ..., in_local]` -> `[..., s, ..., out_features]`.
+    """A RowLinear, its result sharded along `scatter_dim`: `[..., S, ..., in_local]` -> `[..., s, ..., out_features]`.
 
     Args:
         in_features, out_features, bias, group_name, device, dtype: as in RowLinear, with the same parameters.
@@ -166,7 +166,7 @@ class LinearReduceScatter(RowLinear):
 
 
 class ShardedLinear(ColumnLinear):
-    """x Wᵀ + b with each rank's own x and a weight sharded over the group: `[..., in]` -> `[..., out_features]`.
+    """x Wᵀ + b with each rank's own x and a sharded weight: `[..., in_features]` -> `[..., out_features]`.
 
     Args:
         in_features, out_features, bias, group_name, device, dtype: as in ColumnLinear, with the same parameters.

@@ -40,8 +40,9 @@ class VocabParallelCrossEntropy(nn.Module):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         if logits.size(-1) != self.num_local:
             raise ValueError(
-                f"VocabParallelCrossEntropy: got {logits.size(-1)} logits a token where this rank has {self.num_local} "
-                f"of {self.vocab_size} classes; pass those of a ColumnLinear with as many outputs, without padding."
+                f"VocabParallelCrossEntropy: got {logits.size(-1)} logits per token and has {self.num_local} of "
+                f"{self.vocab_size} classes on this rank; pass the output of a ColumnLinear with {self.vocab_size} "
+                "output features, without padding."
             )
         return torch.ops.weft.vocab_parallel_cross_entropy(
             logits,

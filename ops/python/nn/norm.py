@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
     @torch.jit.export
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual)."""
+        """Return (norm(x + residual), x + residual)."""
         return torch.ops.weft.add_rms_norm(x, residual, self.weight, group_name=self.group_name, eps=self.eps)
 
     def extra_repr(self) -> str:
@@ -78,7 +78,7 @@ class LayerNorm(nn.Module):
 
     @torch.jit.export
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of x + residual, x + residual)."""
+        """Return (norm(x + residual), x + residual)."""
         return torch.ops.weft.add_layer_norm(
             x, residual, self.weight, self.bias, group_name=self.group_name, eps=self.eps
         )

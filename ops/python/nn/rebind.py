@@ -29,7 +29,7 @@ def rebind_group(module: nn.Module | torch.jit.ScriptModule, group_name: str, kv
     names = [(inner.group_name, getattr(inner, "kv_group_name", "")) for inner in found]
     if kv_group_name is None and any(kv_name not in ("", name) for name, kv_name in names):
         raise ValueError(
-            "rebind_group: got a module whose key/value heads are shared by some of the ranks; "
+            "rebind_group: got a module whose key/value heads are replicated on some of the ranks; "
             "pass kv_group_name=weft.nn.kv_groups(num_kv_heads, group_name)."
         )
     for inner, (name, kv_name) in zip(found, names, strict=True):

@@ -20,12 +20,12 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// The wire format.
+// Part of the wire format, like the header.
 struct Announcement {
   PipelineHeader header;
   std::uint32_t is_answer = 0;
   std::uint32_t is_direct = 0;
-  std::uint64_t num_numbers = 0;  // length of the layouts that follow; 0 if they are known
+  std::uint64_t layouts_length = 0;  // of the encoded layouts that follow; 0 if none follow
 };
 static_assert(sizeof(Announcement) == 80);
 
@@ -34,16 +34,17 @@ c10::Stream new_stream(const c10::Device& device) {
   return device.is_cpu() ? guard.getStream(device) : guard.getStreamFromGlobalPool(device, true);
 }
 
-// The layouts on the wire: for each tensor its dtype, its number of dims and its sizes.
-at::Tensor numbers_of(const Tensors& tensors) {
-  std::vector<std::int64_t> numbers;
+// Returns the layouts as they are sent: an int64 tensor with each tensor's dtype, number of dims
+// and sizes.
+at::Tensor encoded_layouts(const Tensors& tensors) {
+  std::vector<std::int64_t> encoded;
   for (const auto& tensor : tensors) {
-    numbers.push_back(static_cast<std::int64_t>(tensor.scalar_type()));
-    numbers.push_back(tensor.dim());
-    numbers.insert(numbers.end(), tensor.sizes().begin(), tensor.sizes().end());
+    encoded.push_back(static_cast<std::int64_t>(tensor.scalar_type()));
+    encoded.push_back(tensor.dim());
+    encoded.insert(encoded.end(), tensor.sizes().begin(), tensor.sizes().end());
   }
-  auto result = at::empty({static_cast<std::int64_t>(numbers.size())}, at::kLong);
-  std::memcpy(result.mutable_data_ptr(), numbers.data(), result.nbytes());
+  auto result = at::empty({static_cast<std::int64_t>(encoded.size())}, at::kLong);
+  std::memcpy(result.mutable_data_ptr(), encoded.data(), result.nbytes());
   return result;
 }
 
@@ -59,10 +60,11 @@ std::string text_of_current_exception() {
   }
 }
 
+// Ends the batch after an error. The caller raises that error, not the one of endCoalescing().
 void end_quietly(c10d::Backend& backend) {
   try {
     backend.endCoalescing();
-  } catch (const std::exception& /*of the same cause*/) {
+  } catch (const std::exception&) {
   }
 }
 
@@ -86,7 +88,7 @@ PipelineLink::PipelineLink(int peer, c10::Device device, BackendPtr outgoing, Ba
       device_(device),
       outgoing_(std::move(outgoing)),
       incoming_(std::move(incoming)),
-      receiving_(new_stream(device)) {}
+      receive_stream_(new_stream(device)) {}
 
 void PipelineLink::open(const ProcessGroupPtr& group) {
   const Context context{
@@ -105,8 +107,8 @@ void PipelineLink::open(const ProcessGroupPtr& group) {
 void PipelineLink::shut_down(const ProcessGroupPtr& group) {
   bool has_failed = false;
   {
-    const std::scoped_lock locks(sending_, mutex_);
-    has_failed = sending_failed_.has_value() || reading_failed_.has_value();
+    const std::scoped_lock locks(send_mutex_, mutex_);
+    has_failed = send_failure_.has_value() || read_failure_.has_value();
   }
   // NCCL's shutdown waits for the peer, so both sides use the same order.
   const bool is_low = group->getRank() < peer_;
@@ -121,12 +123,12 @@ PipelineLink::Pending PipelineLink::send(const Context& context,
                                          bool is_answer,
                                          bool is_direct,
                                          const Tensors& tensors) {
-  const std::lock_guard lock(sending_);
-  raise_if_failed(context, sending_failed_);
+  const std::lock_guard lock(send_mutex_);
+  raise_if_failed(context, send_failure_);
   try {
     return send_now(context, group, header, is_answer, is_direct, tensors);
   } catch (...) {
-    sending_failed_ = text_of_current_exception();
+    send_failure_ = text_of_current_exception();
     throw;
   }
 }
@@ -143,19 +145,19 @@ PipelineLink::Pending PipelineLink::send_now(const Context& context,
   announcement.header = header;
   announcement.is_answer = is_answer ? 1 : 0;
   announcement.is_direct = is_direct ? 1 : 0;
-  at::Tensor numbers;
-  if (is_direct && sent_layouts_.insert(header.layout).second) {
-    numbers = numbers_of(tensors);
-    announcement.num_numbers = static_cast<std::uint64_t>(numbers.numel());
+  at::Tensor encoded;
+  if (is_direct && sent_layouts_.insert(header.layout_hash).second) {
+    encoded = encoded_layouts(tensors);
+    announcement.layouts_length = static_cast<std::uint64_t>(encoded.numel());
   }
   auto bytes = at::empty({sizeof(announcement)}, at::kByte);
   std::memcpy(bytes.mutable_data_ptr(), &announcement, sizeof(announcement));
   const auto number = next_sent_++;
   pending.push_back(
       exchange_bytes(context, group, true, bytes, tag_of(kLinkChannel, number, false)));
-  if (numbers.defined()) {
+  if (encoded.defined()) {
     pending.push_back(exchange_bytes(
-        context, group, true, bytes_of(numbers), tag_of(kLinkChannel, number, true)));
+        context, group, true, bytes_of(encoded), tag_of(kLinkChannel, number, true)));
   }
   return pending;
 }
@@ -171,7 +173,7 @@ PipelineLink::ReceivedMessage PipelineLink::take(const Context& context,
     if (auto found = received_.extract(key)) {
       return std::move(found.mapped());
     }
-    raise_if_failed(context, reading_failed_);
+    raise_if_failed(context, read_failure_);
     if (is_reading_) {
       changed_.wait(lock);
       continue;
@@ -185,7 +187,7 @@ PipelineLink::ReceivedMessage PipelineLink::take(const Context& context,
     } catch (...) {
       const auto text = text_of_current_exception();
       lock.lock();
-      reading_failed_ = text;
+      read_failure_ = text;
       is_reading_ = false;
       changed_.notify_all();
       throw;
@@ -210,17 +212,17 @@ std::pair<PipelineLink::Key, PipelineLink::ReceivedMessage> PipelineLink::receiv
                    " announced ",
                    context.what,
                    " with something else than a header; link the two ranks on both sides.");
-  if (announcement.num_numbers > 0) {
-    read_layouts(context, group, header.layout, announcement.num_numbers);
+  if (announcement.layouts_length > 0) {
+    read_layouts(context, group, header.layout_hash, announcement.layouts_length);
   }
   ++next_read_;
   ReceivedMessage message;
   message.header = header;
   message.is_direct = announcement.is_direct != 0;
   if (message.is_direct) {
-    message.stream = receiving_;
-    const c10::StreamGuard stream(receiving_);
-    for (const auto& layout : layouts_.at(header.layout)) {
+    message.stream = receive_stream_;
+    const c10::StreamGuard stream(receive_stream_);
+    for (const auto& layout : layouts_.at(header.layout_hash)) {
       message.tensors.push_back(
           at::empty(layout.sizes, at::TensorOptions(device_).dtype(layout.dtype)));
     }
@@ -232,14 +234,14 @@ std::pair<PipelineLink::Key, PipelineLink::ReceivedMessage> PipelineLink::receiv
 
 void PipelineLink::read_layouts(const Context& context,
                                 const ProcessGroupPtr& group,
-                                std::uint64_t layout,
-                                std::uint64_t num_numbers) {
-  auto numbers = at::empty({static_cast<std::int64_t>(num_numbers)}, at::kLong);
-  exchange_bytes(context, group, false, bytes_of(numbers), tag_of(kLinkChannel, next_read_, true))
+                                std::uint64_t layout_hash,
+                                std::uint64_t layouts_length) {
+  auto encoded = at::empty({static_cast<std::int64_t>(layouts_length)}, at::kLong);
+  exchange_bytes(context, group, false, bytes_of(encoded), tag_of(kLinkChannel, next_read_, true))
       .wait();
-  const auto* next = numbers.const_data_ptr<std::int64_t>();
-  const auto* const end = next + numbers.numel();
-  auto& layouts = layouts_[layout];
+  const auto* next = encoded.const_data_ptr<std::int64_t>();
+  const auto* const end = next + encoded.numel();
+  auto& layouts = layouts_[layout_hash];
   layouts.clear();
   while (next != end) {
     Layout each{static_cast<at::ScalarType>(next[0]), {}};

@@ -7,9 +7,8 @@
 // in the order of the announcements, whichever message it waits for. With one backend for both
 // directions, a pending receive would block the sends behind it.
 //
-// An announcement is the message's header, followed by the dtypes and shapes of a new layout.
-//
-// Thread-safe.
+// An announcement contains the message's header. The dtypes and shapes of the tensors follow it
+// when their layout is sent over the link for the first time.
 
 #include "../group.h"
 #include "wire.h"
@@ -34,6 +33,7 @@
 
 namespace weft::ops {
 
+// Thread-safe.
 class PipelineLink {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
@@ -52,19 +52,19 @@ class PipelineLink {
     std::optional<c10::Stream> stream;  // the stream that the tensors were allocated on
   };
 
-  // Both backends are over two ranks, the lower of which in the group is rank 0.
+  // Both backends are over two ranks; the lower rank of the group is their rank 0.
   PipelineLink(int peer, c10::Device device, BackendPtr outgoing, BackendPtr incoming);
 
   const c10::Device& device() const { return device_; }
 
-  // Sends one byte each way to establish the connections. Blocks until the peer calls it.
+  // Sends one byte each way to establish the connections. Blocks until the peer calls open().
   void open(const ProcessGroupPtr& group);
-  // Must be called on both sides. Aborts the backends after a failure, when the peer may not
+  // Must be called on both sides. After a failure, aborts the backends, because the peer may not
   // respond.
   void shut_down(const ProcessGroupPtr& group);
 
-  // Announces a message and, if it `is_direct`, sends its contiguous tensors, which are on
-  // device().
+  // Announces a message. If `is_direct`, also sends its tensors, which are contiguous and on
+  // device(); otherwise the caller sends them over the group.
   Pending send(const Context& context,
                const ProcessGroupPtr& group,
                const PipelineHeader& header,
@@ -72,9 +72,9 @@ class PipelineLink {
                bool is_direct,
                const std::vector<at::Tensor>& tensors);
 
-  // Waits for the announcement of a message and returns it. After a failure in take(), only
-  // messages that were announced before can be taken; after one in send(), none can be sent. A
-  // later message would be matched with the failed one.
+  // Waits for the announcement of a message and returns the message, whose tensors are in flight.
+  // After a failure in take(), only messages whose announcements were read before can be taken;
+  // after one in send(), none can be sent. A later message would be matched with the failed one.
   ReceivedMessage take(const Context& context,
                        const ProcessGroupPtr& group,
                        std::int64_t channel,
@@ -98,8 +98,8 @@ class PipelineLink {
                                                const ProcessGroupPtr& group);
   void read_layouts(const Context& context,
                     const ProcessGroupPtr& group,
-                    std::uint64_t layout,
-                    std::uint64_t num_numbers);
+                    std::uint64_t layout_hash,
+                    std::uint64_t layouts_length);
   PendingCollective exchange_bytes(const Context& context,
                                    const ProcessGroupPtr& group,
                                    bool sends,
@@ -114,21 +114,23 @@ class PipelineLink {
   const c10::Device device_;
   const BackendPtr outgoing_;
   const BackendPtr incoming_;
-  // Receives have a stream of their own, so that they do not wait for computation. Unused on CPUs.
-  const c10::Stream receiving_;
+  // Receives have a stream of their own, so that they do not wait for computation. No effect on
+  // CPUs.
+  const c10::Stream receive_stream_;
 
-  std::mutex sending_;  // makes sending and announcing a message one step
-  std::optional<std::string> sending_failed_;
-  std::uint64_t next_sent_ = 0;
-  std::set<std::uint64_t> sent_layouts_;
+  // Guards the next three members, and makes sending and announcing a message one step.
+  std::mutex send_mutex_;
+  std::optional<std::string> send_failure_;
+  std::uint64_t next_sent_ = 0;           // number of the next announcement
+  std::set<std::uint64_t> sent_layouts_;  // by layout_hash of the header
 
   std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
-  std::optional<std::string> reading_failed_;
+  std::optional<std::string> read_failure_;
   // One thread at a time reads announcements, without the lock; it owns next_read_ and layouts_.
   bool is_reading_ = false;
   std::uint64_t next_read_ = 0;
-  std::map<std::uint64_t, std::vector<Layout>> layouts_;
+  std::map<std::uint64_t, std::vector<Layout>> layouts_;  // by layout_hash of the header
   std::map<Key, ReceivedMessage> received_;
 };
 

@@ -58,8 +58,8 @@ class Links {
 void check_peer(std::string_view op, const ProcessGroupPtr& group, std::int64_t peer) {
   TORCH_CHECK_VALUE(has_cpu_backend(group),
                     op,
-                    ": got a group without a backend for CPU tensors, which messages are announced "
-                    "over; make it with backend=\"cpu:weft,cuda:nccl\".");
+                    ": got a group without a backend for CPU tensors, which carries the headers of "
+                    "messages; make it with backend=\"cpu:weft,cuda:nccl\".");
   TORCH_CHECK_VALUE(peer >= 0 && peer < group->getSize() && peer != group->getRank(),
                     op,
                     ": got peer ",
@@ -68,7 +68,7 @@ void check_peer(std::string_view op, const ProcessGroupPtr& group, std::int64_t 
                     group->getRank(),
                     " of ",
                     group->getSize(),
-                    "; pass another rank of the group, counted in it.");
+                    "; pass the rank that another member has in this group.");
 }
 
 std::shared_ptr<PipelineLink> link_to(const ProcessGroupPtr& group, int peer) {
@@ -99,7 +99,7 @@ void link_pipeline(const ProcessGroupPtr& group,
                       backend->getRank(),
                       " of ",
                       backend->getSize(),
-                      "; pass one over the two ranks, in which this is rank ",
+                      "; pass one over the two ranks, in which this process is rank ",
                       own,
                       ".");
   }

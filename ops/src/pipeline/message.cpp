@@ -29,7 +29,7 @@ using MessagePtr = c10::intrusive_ptr<PipelineMessage>;
   collectives::raise(std::make_exception_ptr(collectives::CollectiveMismatchError(text)));
 }
 
-// Whether the group is still registered. A destroyed group transmits nothing any more.
+// Whether the group is still registered. A destroyed group transmits nothing more.
 bool is_registered(const ProcessGroupPtr& group) {
   try {
     return c10d::resolve_process_group(group->getGroupName()) == group;
@@ -38,8 +38,8 @@ bool is_registered(const ProcessGroupPtr& group) {
   }
 }
 
-// Whether it is torch's fake group, which has no other ranks. By name: the backend is torch's and
-// announces nothing else.
+// Whether `group` is torch's fake process group, whose other ranks do not exist. Only the name of
+// its backend tells.
 bool is_fake_group(const ProcessGroupPtr& group) {
   return group->getBackend(c10::DeviceType::CPU)->getBackendName() == "fake";
 }
@@ -248,7 +248,7 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
                              address_.peer,
                              " sent ",
                              describe(got),
-                             looks_alike ? " with others behind the first" : "",
+                             looks_alike ? " with other tensors after the first" : "",
                              "; bring both sides in line.");
   if (!collectives::fail_group(*address_.group, text) && side_ == Side::kReceiver) {
     send(header_of(layouts_, Kind::kMismatch), {}, true);
@@ -318,7 +318,7 @@ void PipelineMessage::wait_for_exchanges() {
 
 bool PipelineMessage::is_finished() {
   const std::lock_guard lock(mutex_);
-  // Failed transfers stay, so that wait() raises their error.
+  // Failed exchanges stay, so that wait() raises their error.
   std::erase_if(exchanges_, [](const PendingCollective& exchange) {
     return exchange.is_done() && !exchange.has_failed();
   });

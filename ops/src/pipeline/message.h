@@ -5,12 +5,12 @@
 // message is a header of 64 bytes followed by the tensors. If some of them are differentiable, the
 // answer is a message of their gradients.
 //
-// Tensors of other devices are copied through host memory, unless the two ranks have a link
-// (link.h) and all tensors of the message are on its device. Everything here works below
-// autograd.
+// Tensors on devices other than the CPU are copied through host memory, unless the two ranks have a
+// link (link.h) and all tensors of the message are on the link's device. Everything here works
+// below autograd.
 //
-// Thread safety: messages may be posted, waited for and answered on different threads, but each
-// message on one at a time.
+// Thread safety: different threads may post, wait for and answer messages, but only one thread at a
+// time uses the same message.
 
 #include "../group.h"
 #include "link.h"
@@ -38,7 +38,8 @@ struct PipelineAddress {
 // One message and its answer, on one side.
 // Errors when waiting: CollectiveMismatchError if the two sides differ. With weft's backend the
 // group then has failed and both sides raise; with others the sender raises when it waits for the
-// gradients. ValueError for a second wait or a second backward. Errors of the backend.
+// gradients. ValueError for a second wait for a received message, or a second backward. Errors of
+// the backend.
 class PipelineMessage final : public torch::CustomClassHolder {
  public:
   enum class Side { kSender, kReceiver };
@@ -50,8 +51,8 @@ class PipelineMessage final : public torch::CustomClassHolder {
                                                   const std::vector<at::Tensor>& tensors,
                                                   const std::vector<bool>& differentiable);
 
-  // Waits until all messages that this rank has sent in the group are transmitted; for messages
-  // over a link, makes the current stream wait.
+  // Waits until all messages and answers that this rank has sent in the group are transmitted; for
+  // those over a link on CUDA, makes the current stream wait. Drops the group's receive buffers.
   static void flush(const ProcessGroupPtr& group);
 
   PipelineMessage(Side side, PipelineAddress address);
@@ -62,8 +63,9 @@ class PipelineMessage final : public torch::CustomClassHolder {
   bool is_differentiable(std::size_t tensor_idx) const;
   bool is_differentiable() const;  // any of them
 
-  // Receiver: returns the received tensors; call it once. Sender: returns an empty list when the
-  // sent tensors may change; over a link, when work on the current stream may change them.
+  // Receiver: returns the received tensors; call it once. Sender: returns an empty list as soon as
+  // the caller may overwrite the sent tensors; over a link on CUDA, with work on the current
+  // stream.
   std::vector<at::Tensor> wait();
 
   // Receiver: answers with the gradients of the differentiable tensors, in order. Call it once.
@@ -79,7 +81,7 @@ class PipelineMessage final : public torch::CustomClassHolder {
 
   struct Outgoing {
     std::vector<at::Tensor> tensors;  // contiguous, on the device that they are sent from
-    bool is_direct = false;           // from device to device
+    bool is_direct = false;           // over the link, from device to device
   };
   Outgoing outgoing(const std::vector<at::Tensor>& tensors) const;
   void send(const PipelineHeader& header, const Outgoing& message, bool is_answer);
@@ -91,11 +93,12 @@ class PipelineMessage final : public torch::CustomClassHolder {
   std::vector<at::Tensor> received(const Layouts& layouts, bool is_answer);
   std::vector<at::Tensor> received_directly(const Layouts& layouts);
 
+  // Starts to send or receive `bytes` over the group. exchange() keeps the result in exchanges_.
   PendingCollective start(bool sends, const at::Tensor& bytes, bool is_answer);
   void exchange(bool sends, const at::Tensor& bytes, bool is_answer);
   void check_first_answer();
   void wait_for_exchanges();
-  // Drops completed transfers; returns whether none is in flight.
+  // Drops the exchanges that succeeded; returns whether none is in flight.
   bool is_finished();
   std::string name() const;  // "message 3 on channel 0 from rank 0 to rank 1"
 

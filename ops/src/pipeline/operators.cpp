@@ -1,5 +1,6 @@
-// pipeline_send, pipeline_recv and pipeline_wait: messages between the stages of a pipeline; and
-// join, which connects sent tensors to the loss. Gradients are sent in the opposite direction:
+// pipeline_send, pipeline_recv, pipeline_wait and pipeline_flush: messages between the stages of a
+// pipeline; and join, which connects sent tensors to the loss. Gradients are sent in the opposite
+// direction:
 //
 //   sender:    token = pipeline_send(y)      backward of token: receives the gradient of y
 //   receiver:  x = pipeline_wait(token)      backward of x: sends its gradient
@@ -269,7 +270,7 @@ at::Tensor join_meta(const at::Tensor& x, at::TensorList /*tokens*/) { return at
 
 }  // namespace
 
-// Registered for all devices, so that messages of other devices and empty lists reach the kernels,
+// Registered for all devices, so that tensors of any device, and empty lists, reach the kernels,
 // which check them.
 TORCH_LIBRARY_IMPL(weft, CompositeExplicitAutograd, m) {
   m.impl("pipeline_send", TORCH_FN(pipeline_send));

@@ -29,7 +29,7 @@ class ReceiveBuffers {
   static ReceiveBuffers& instance() { return process_wide<ReceiveBuffers>(); }
 
   // Returns an uninitialised contiguous host tensor for a message of this address, or for its
-  // answer. Reuses the storage of an earlier one of the same size that is free.
+  // answer. Reuses the storage of an earlier one with as many bytes, if no tensor refers to it.
   at::Tensor take(const PipelineAddress& address,
                   bool is_answer,
                   at::IntArrayRef sizes,
@@ -49,7 +49,7 @@ class ReceiveBuffers {
       return is_free(storage) && storage.nbytes() == num_bytes;
     });
     if (fitting != storages.end()) {
-      return on(*fitting, sizes, options);
+      return tensor_on(*fitting, sizes, options);
     }
     // No free storage fits, so the layouts may have changed: evict the free ones.
     const auto free = std::ranges::partition(storages, std::not_fn(is_free));
@@ -75,7 +75,8 @@ class ReceiveBuffers {
 
   // The allocator itself reuses smaller blocks.
   static constexpr std::size_t kMinBytes = 64 << 10;
-  // Limit per key. Needed: the number of micro-batches in flight times the tensors of a message.
+  // The most storages per key. A schedule needs as many as it has micro-batches in flight times
+  // tensors in a message.
   static constexpr std::size_t kMaxStorages = 64;
 
   // Weak references count too, as they may become strong at any time. Without others there are 2:
@@ -84,9 +85,9 @@ class ReceiveBuffers {
     return storage.use_count() == 1 && storage.getWeakStorageImpl().weak_use_count() == 2;
   }
 
-  static at::Tensor on(c10::Storage storage,
-                       at::IntArrayRef sizes,
-                       const at::TensorOptions& options) {
+  static at::Tensor tensor_on(c10::Storage storage,
+                              at::IntArrayRef sizes,
+                              const at::TensorOptions& options) {
     auto tensor = at::detail::make_tensor<c10::TensorImpl>(
         std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), options.dtype());
     tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);

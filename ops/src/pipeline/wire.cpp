@@ -45,7 +45,7 @@ PipelineHeader header_of(PipelineHeader::Kind kind,
       hash.add(static_cast<std::uint64_t>(size));
     }
   }
-  header.layout = hash.value();
+  header.layout_hash = hash.value();
   if (!layouts.empty()) {
     const auto& first = layouts.front();
     header.first_dtype = static_cast<std::uint8_t>(first.options.dtype().toScalarType());
@@ -65,7 +65,6 @@ bool operator==(const PipelineHeader& a, const PipelineHeader& b) {
   return std::memcmp(&a, &b, sizeof(a)) == 0;
 }
 
-// "2 tensors, the first Float [2, 3]"
 std::string describe(const PipelineHeader& header) {
   std::ostringstream text;
   text << header.num_tensors << (header.num_tensors == 1 ? " tensor" : " tensors");

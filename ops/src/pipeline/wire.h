@@ -1,7 +1,7 @@
 #pragma once
 
-// The wire format of a message: its header, which the receiver compares with the one that it
-// expects, its tags and the bytes of its tensors.
+// The wire format of a message: its header, its tags and the bytes of its tensors. The receiver
+// compares the header with the one that it expects.
 
 #include <ATen/core/Tensor.h>
 
@@ -16,8 +16,8 @@ constexpr std::int64_t kMaxChannel = 1022;
 // Channel of the announcements: see link.h.
 constexpr std::int64_t kLinkChannel = kMaxChannel + 1;
 
-// Returns a tag of at least 2^29, within the limit of weft's backend; users' messages have smaller
-// ones.
+// Returns a tag from 2^29 to 2^30 - 1, made of the channel, the sequence number modulo 2^18 and
+// is_answer. Users' own messages in the group must have smaller tags.
 inline int tag_of(std::int64_t channel, std::uint64_t sequence, bool is_answer) {
   constexpr int kFirstTag = 1 << 29;
   constexpr int kSequenceBits = 18;
@@ -52,7 +52,7 @@ struct PipelineHeader {
   std::uint32_t channel = 0;
   std::uint32_t num_tensors = 0;
   std::uint64_t sequence = 0;
-  std::uint64_t layout = 0;  // hash of dtype, shape and differentiability of all tensors
+  std::uint64_t layout_hash = 0;  // of dtype, shape and differentiability of all tensors
   std::array<std::uint32_t, 8> first_sizes = {};
 };
 static_assert(sizeof(PipelineHeader) == 64);

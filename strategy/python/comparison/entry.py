@@ -116,17 +116,18 @@ def compare(
         layout: as the strategies take it, "tp2", "dp2,tp2", "rep2,dp2,tp2"; without a pipeline.
         plan: as `weft.parallelize` takes it.
         dtype: of all floating parameters, buffers and inputs: float64, float32, bfloat16 or float16.
-        loss_fn: `(module, batch) -> loss`, `[]`. None: a LightningModule's `training_step(batch, 0)`, without logging;
-            of other modules the forward's, called with a tuple's or list's items, or a dict's as keywords: the
-            output's `.loss`, the output if it is one number, or else a fixed random projection of its first tensor.
+        loss_fn: `(module, batch) -> loss`, `[]`. None: a LightningModule's `training_step(batch, 0)`, without logging.
+            Other modules are called with the items of a tuple or list, or with a dict as keywords; the loss is the
+            output's `.loss`, the output if it is one number, or else a fixed random projection of its first floating
+            tensor.
         tolerance: the largest relative difference that counts as agreement. None: 1e-9 for float64, 1e-4 for float32,
-            5e-2 for half types, whichever the unsharded forward computes in.
+            5e-2 for half types, by the coarsest dtype that the unsharded forward computes in.
         zero_stage: the state that is sharded over data-parallel ranks, 0 to 3.
         sequence_parallel: as in `Plan`.
         first_layers: keep this many blocks of each list of repeated blocks. If `module` is a callable, the other blocks
-            are never materialised.
-        mode: "train", or "eval" without dropout. If the two differ in train mode and the forward draws random numbers,
-            the result also has a comparison in eval mode.
+            are never materialized.
+        mode: "train", or "eval" without dropout. If the two sides differ in train mode and the forward draws random
+            numbers, the result also has a comparison in eval mode.
         seed: of the random numbers of `module` and of the steps.
         timeout: seconds for the entire comparison, if it starts ranks.
 

@@ -21,12 +21,12 @@ _GRACE_SECONDS = 5.0
 
 
 def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeout: float) -> Any:
-    """Call `function(argument)` on each of `num_ranks` new processes and return the first rank's result.
+    """Call `function(argument)` in each of `num_ranks` new processes and return the result of rank 0.
 
     The ranks' output goes to stderr. All processes have ended when this returns or raises.
 
     Raises:
-        ValueError: a rank raised a ValueError, or an argument cannot be pickled.
+        ValueError: weft's code raised a ValueError on a rank, or the function or argument cannot be pickled.
         TimeoutError: the ranks took longer than `timeout` seconds, and were ended.
         RuntimeError: a rank was killed or raised another error, whose traceback is in the text.
     """
@@ -91,7 +91,10 @@ def _run_rank(rank: int, folder: str, num_ranks: int, payload: bytes, timeout: f
 
 
 def encode_error(rank: int, error: Exception) -> tuple[str, str]:
-    """Return the kind and text of a rank's error: weft's own errors unchanged, others with a traceback."""
+    """Return the kind and text of a rank's error: "refused" for ValueErrors of weft's code, without a traceback.
+
+    "failed" for others, with the traceback in the text.
+    """
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, ValueError) and frames[-1].startswith("weft."):
         return "refused", str(error)

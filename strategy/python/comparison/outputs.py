@@ -17,7 +17,7 @@ from weft.strategy.sharding.state import original_class, state_of
 
 
 class Outputs:
-    """The outputs of one forward's modules, in the order in which they end.
+    """The first floating tensor in the output of each module of a forward, in the order in which their forwards end.
 
     A rank that has the shard of an output along one dim, such as that of a column layer, compares it with the same
     shard of the unsharded output. Outputs of other shapes and deferred outputs are left out.
@@ -42,7 +42,7 @@ class Outputs:
 
     @contextlib.contextmanager
     def compare(self, model: nn.Module) -> Iterator[None]:
-        """Inside, compare the outputs of a forward with the recorded ones, which are dropped afterwards."""
+        """Inside, compare the outputs of a forward with the recorded ones; drop the recorded ones afterwards."""
 
         def on_output(key: tuple[str, int], module: nn.Module, tensor: Tensor) -> None:
             if self.first is not None or key not in self._recorded:
@@ -94,7 +94,10 @@ def _output_hooks(model: nn.Module, on_output: Callable[[tuple[str, int], nn.Mod
 
 @contextlib.contextmanager
 def running_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Yield the names of the modules whose forwards run, outermost first; those that raised stay in the list."""
+    """Yield a list that always has the names of the modules whose forwards run, outermost first.
+
+    A module whose forward raises stays in the list.
+    """
     running: list[str] = []
 
     def on_exit(*_: Any) -> None:
@@ -125,7 +128,7 @@ def _hooks(model: nn.Module, register: Callable[[str, nn.Module], Any]) -> Itera
 def relative_difference(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
     """Return the norm of the difference, relative to the larger of `floor` and the norm of `reference`.
 
-    inf if a value is not finite.
+    If both are 0, return the norm itself; inf if a value is not finite.
     """
     value, reference = value.to(torch.float64), reference.to(torch.float64)
     difference = (value - reference).norm().item()

@@ -15,8 +15,9 @@ _MAX_ROWS = 10  # parameters in the printed table
 class StepLoss:
     """The loss of one step on both sides.
 
+    step: from 1.
     sharded, unsharded: means over the data-parallel ranks' batches.
-    difference: the largest relative difference of one rank's loss.
+    difference: the largest relative difference of the loss on any rank.
     """
 
     step: int
@@ -27,7 +28,7 @@ class StepLoss:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterDifference:
-    """The largest differences of one parameter and of its gradient over all steps.
+    """The largest differences of one parameter and of its gradient over all steps and ranks.
 
     style, rule, note: as in `weft.strategy.report`.
     axes: (mesh axis, dim) for each axis of more than one rank that it is sharded over.
@@ -52,8 +53,9 @@ class ParameterDifference:
 class OutputDifference:
     """The module whose output is the first to differ in the forward of the first step, in the order of execution.
 
+    module, kind: the module's name and class.
     position: its place in that order, from 0.
-    difference: of the output, or of this rank's shard of it, relative to its norm.
+    difference: of the output, or of a rank's shard of it, relative to the norm of the unsharded one.
     """
 
     module: str
@@ -71,11 +73,11 @@ class Comparison:
         tolerance: the largest relative difference that counts as agreement; `tolerance_note` gives the reason for it.
         losses: by step.
         parameters: worst first.
-        first_output: the first module whose output differs; None: the forward of the first step agrees.
+        first_output: the first module whose output differs; None: no compared output of the first forward differs.
         failure: the error of the sharded model and the module that raised it; "": none.
         draws_random_numbers: whether the unsharded forward draws random numbers, as dropout does.
         notes: further findings, and the plan's notes on unsharded modules; printed if the two sides differ.
-        in_eval_mode: the same without dropout, if the two sides differ and random numbers were drawn.
+        in_eval_mode: a comparison without dropout, if the two sides differ in train mode and random numbers were drawn.
     """
 
     setting: str
@@ -112,7 +114,7 @@ class Comparison:
             where = f"the losses, {self.largest:.1e}"
         else:
             where = f"largest at {worst.parameter}: {worst.largest:.1e}"
-        text = f"differ: {where} {allowed}; {self._first()}"
+        text = f"differ: {where} {allowed}; {self._first_output_text()}"
         in_eval = self.in_eval_mode
         if in_eval is None:
             return text
@@ -123,7 +125,7 @@ class Comparison:
             )
         return f"{text}. Random numbers are not the only reason: in eval mode, without dropout, they {in_eval.verdict}"
 
-    def _first(self) -> str:
+    def _first_output_text(self) -> str:
         first = self.first_output
         if first is None and any(loss.difference > self.tolerance for loss in self.losses[:1]):
             return (

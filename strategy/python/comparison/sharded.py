@@ -1,4 +1,4 @@
-"""The sharded side: a model by a plan on a mesh, with its optimizer and its data-parallel ranks."""
+"""The sharded side of a comparison: a model that a plan shards over a mesh, and its training by SGD."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ _REPLICAS, _DATA, _TENSOR = "data_replicate", "data_parallel", "tensor_parallel"
 
 
 class JobMesh:
-    """The mesh of a layout over all ranks of the process group, and the groups of its axes."""
+    """The mesh of a layout over all ranks of the process group, and the groups of its axes.
+
+    data_group: all ranks with other data, those of replicas, too.
+    sharding_mesh: the axes that FSDP2 takes: data-parallel, or (replicas, data-parallel).
+    data_parallel_size: the number of ranks over which a replica shards its state.
+    control_group: for messages about errors.
+    """
 
     def __init__(self, sizes: MeshSizes, device_type: str) -> None:
         num_data_ranks = sizes.data_replicate * sizes.data_parallel
@@ -34,7 +40,7 @@ class JobMesh:
             shape = (sizes.data_replicate, sizes.data_parallel, sizes.tensor_parallel)
             self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=(_REPLICAS, _DATA, _TENSOR))
             self.sharding_mesh = self.mesh[_REPLICAS, _DATA]
-        self.data_size = sizes.data_parallel
+        self.data_parallel_size = sizes.data_parallel
         # Separate from the model's groups, so that ranks can still use it after an error in those.
         control_group = dist.new_group()
         assert isinstance(control_group, dist.ProcessGroup)
@@ -46,7 +52,7 @@ class JobMesh:
 
     @property
     def sharding_group(self) -> dist.ProcessGroup:
-        """Return the group over which stage 1 shards optimizer states."""
+        """Return the group over which ZeRO stage 1 shards optimizer states."""
         return self.mesh.get_group(_DATA)
 
     def abort(self) -> None:
@@ -72,15 +78,15 @@ class ShardedTraining:
         learning_rate: float,
         entry_points: Iterable[str] | None,
     ) -> None:
-        is_fully_sharded = zero_stage >= 2 and job.data_size > 1
+        is_fully_sharded = zero_stage >= 2 and job.data_parallel_size > 1
         parallelize(model, job.mesh, plan, keeps_plain_on_one_rank=is_fully_sharded)
         if is_fully_sharded:
             apply_fsdp(model, job.sharding_mesh, reshard_after_forward=zero_stage == 3, entry_points=entry_points)
-        averages = job.data_group.size() > 1 and not is_fully_sharded
+        needs_reducer = job.data_group.size() > 1 and not is_fully_sharded
         self.model = model
-        self._reducer = GradientReducer(model, job.data_group) if averages else None
+        self._reducer = GradientReducer(model, job.data_group) if needs_reducer else None
         self._optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-        if zero_stage == 1 and job.data_size > 1:
+        if zero_stage == 1 and job.data_parallel_size > 1:
             ShardedStates(self._optimizer, job.sharding_group)
 
     def backward(self, loss: Tensor) -> None:

@@ -30,8 +30,8 @@ def build_model(source: Any, dtype: torch.dtype, first_layers: int | None, seed:
         source: a module, which is copied; a callable without arguments that builds one; or the "package.module:name"
             of either.
         first_layers: keep this many blocks of each list of repeated blocks; if `source` is a callable, the other blocks
-            are never materialised.
-        seed: of torch's and Python's random numbers, if `source` is a callable.
+            are never materialized.
+        seed: of torch's and Python's random numbers, which a callable may draw.
     """
     source = resolve(source)
     torch.manual_seed(seed)
@@ -106,7 +106,7 @@ def keep_first_layers(model: nn.Module, count: int) -> None:
 
 
 def batch_of(model: nn.Module, given: Any, num_data_ranks: int) -> tuple[Any, bool]:
-    """Return the batch, before it is cast, and whether it is an input of the forward, without targets.
+    """Return the batch, before it is cast, and whether it is for the forward rather than for a training step.
 
     Args:
         given: a batch, a callable that makes one, or "package.module:name" of either; None: the LightningModule's
@@ -138,10 +138,12 @@ def batch_of(model: nn.Module, given: Any, num_data_ranks: int) -> tuple[Any, bo
 def loss_of(model: nn.Module, given: Any, is_for_forward: bool) -> tuple[LossFunction, str]:
     """Return the loss function of a model and a batch, which gives `[]`, and its description.
 
-    `entry_points_of` gives the methods of the model, other than its forward, that the loss function calls.
+    Args:
+        given: the loss function, or its "package.module:name"; None: the one that `compare` documents.
+        is_for_forward: the second result of `batch_of`.
 
     Raises:
-        ValueError: a LightningModule with manual optimization.
+        ValueError: the loss would be that of a LightningModule with manual optimization.
     """
     if given is not None:
         loss_fn = resolve(given)
@@ -163,7 +165,7 @@ def entry_points_of(loss_fn: LossFunction) -> list[str] | None:
 
 def _loss_of_training_step(model: Any, batch: Any) -> Tensor:
     takes_index = True
-    try:  # call the class's own method: FSDP2 has set a wrapper on the instance
+    try:  # the class's own method: FSDP2 has set a wrapper on the instance
         inspect.signature(type(model).training_step).bind(model, batch, 0)
     except TypeError:
         takes_index = False
@@ -195,8 +197,8 @@ def _loss_of_forward(model: nn.Module, batch: Any) -> Tensor:
 def projection(output: Any) -> Tensor:
     """Return one number, `[]`, from the first floating tensor of an output.
 
-    The number is the mean over samples of the product with fixed random numbers, or the tensor itself if it has one
-    element.
+    The number is the mean over samples of each sample's inner product with fixed random numbers, divided by the square
+    root of the number of elements of a sample. A tensor of one element is the number itself.
     """
     tensor = first_tensor(output)
     if tensor is None:

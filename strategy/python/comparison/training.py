@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 _GRACE_SECONDS = 5.0  # for the other ranks to raise as well, before their collectives are aborted
-_FLOOR = 1e-3  # of the norm of all: a smaller one may be only rounding, such as the gradient of a key's bias
+# Differences are relative to at least this fraction of the norm of all gradients (or weights): a smaller gradient may
+# be only rounding, such as that of a key's bias.
+_FLOOR = 1e-3
 
 
 def train_both(request: Request) -> Comparison:
@@ -128,18 +130,18 @@ class _ComparisonRun:
     def run(self) -> Comparison:
         losses: list[StepLoss] = []
         largest: Tensor | None = None
-        note = failure = failing_module = ""
+        replicated_note = failure = failing_module = ""
         for step in range(self._request.steps):
             reference_losses = self._unsharded_losses(step)
             loss, failing_module, failure = self._sharded_loss(step)
             if failure:
                 break
             if step == 0:
-                note = self._replicated_note()
-            differences = self._differences()
+                replicated_note = self._replicated_note()
+            differences = self._step_and_compare()
             largest = differences if largest is None else torch.maximum(largest, differences)
             losses.append(self._step_loss(step, loss, reference_losses))
-        return self._result(losses, largest, note, failing_module, failure)
+        return self._result(losses, largest, replicated_note, failing_module, failure)
 
     def _seed(self, step: int, data_rank: int) -> None:
         seed = self._request.seed + 1 + step * self._num_data_ranks + data_rank
@@ -198,7 +200,10 @@ class _ComparisonRun:
         return (loss.detach(), *min(failures, key=lambda each: each[0], default=(False, ("", "")))[1])
 
     def _wait_for_ranks(self, has_failed: bool) -> None:
-        """Wait for all ranks. If only this one has failed, the others wait in a collective, which is aborted."""
+        """Wait for all ranks.
+
+        If this rank has failed and others do not arrive, they hang in a collective of the model, which is aborted.
+        """
         arrived = dist.barrier(group=self._job.control_group, async_op=True)
         deadline = time.monotonic() + _GRACE_SECONDS
         while has_failed and not arrived.is_completed():
@@ -222,8 +227,11 @@ class _ComparisonRun:
             return str(error)
         return ""
 
-    def _differences(self) -> Tensor:
-        """Return the differences of gradients and, after a step of both, of weights, `[2, parameters]`; collective."""
+    def _step_and_compare(self) -> Tensor:
+        """Step both sides; return the differences of gradients and of stepped weights; collective.
+
+        `[2, num_parameters]`, the largest over the ranks.
+        """
         reference = dict(self._reference.named_parameters())
         named = [(name, reference[name], reference[name].grad) for name in self._names]
         gradients = {name: torch.zeros_like(p) if grad is None else grad for name, p, grad in named}
@@ -256,7 +264,7 @@ class _ComparisonRun:
         return TOLERANCES[coarsest], note
 
     def _result(
-        self, losses: list[StepLoss], largest: Tensor | None, note: str, failing_module: str, failure: str
+        self, losses: list[StepLoss], largest: Tensor | None, replicated_note: str, failing_module: str, failure: str
     ) -> Comparison:
         rows = {row.parameter: row for row in report(self._sharded.model).rows}
         values = [(None, None)] * len(self._names) if largest is None else largest.t().tolist()
@@ -280,8 +288,8 @@ class _ComparisonRun:
             self._draws,
             report(self._sharded.model).notes,
         )
-        if note and not result.agrees:
-            result = Comparison(**{**result.__dict__, "notes": (*result.notes, note)})
+        if replicated_note and not result.agrees:
+            result = Comparison(**{**result.__dict__, "notes": (*result.notes, replicated_note)})
         return result
 
     def _setting(self) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy.data_parallel.local import local_shard
 
-_ShardAxis = tuple[DeviceMesh, int]
+_ShardAxis = tuple[DeviceMesh, int]  # a mesh, and the index of one of its axes
 
 
 def clip_gradients_by_norm(
@@ -28,19 +28,24 @@ def clip_gradients_by_norm(
     """Scale all gradients so that their common norm is at most `max_norm`; collective over the axes that shard them.
 
     Like torch's `clip_grad_norm_`, for any mix of plain tensors and of DTensors on any meshes: the norm counts each
-    element of the unsharded model once. One all-reduce of a few numbers for each axis over which a gradient is sharded.
+    element of the unsharded model once. It takes one all-reduce of a few numbers for each axis over which a gradient is
+    sharded, and one over `stages`.
 
     Args:
         parameters: those whose gradients count, in the same order on every rank.
         max_norm: infinity clips nothing.
         norm_type: p of the p-norm; infinity for the largest absolute value.
         error_if_nonfinite: raise RuntimeError instead of scaling by a norm that is infinite or nan.
-        stages: the ranks of a pipeline, each with other parameters; their norms are added, too.
-        counted_elsewhere: copies of parameters that another stage counts.
+        stages: the group of a pipeline's ranks, which hold different parameters; the norm is that of all of them. None:
+            no pipeline.
+        counted_elsewhere: copies of parameters whose gradients another stage counts; here they are only scaled.
 
     Returns:
         The norm before clipping, `[]`, float32 (float64 for float64 gradients, and with stages), on the gradients'
-        device; the same on each rank.
+        device (the CPU if there are no gradients); the same on each rank.
+
+    Raises:
+        ValueError: a gradient is a partial DTensor.
     """
     by_axes: dict[tuple[_ShardAxis, ...], list[Tensor]] = {}
     elsewhere = {id(parameter) for parameter in counted_elsewhere}
@@ -59,10 +64,10 @@ def clip_gradients_by_norm(
     is_max = math.isinf(norm_type)
     powers = {axes: _power(locals_, norm_type, dtype) for axes, locals_ in by_axes.items()}
     for shard_axis in dict.fromkeys(shard_axis for axes in powers for shard_axis in axes):
-        mesh, dim = shard_axis
+        mesh, axis_idx = shard_axis
         on_axis = [axes for axes in powers if shard_axis in axes]
         sums = torch.stack([powers[axes] for axes in on_axis])
-        dist.all_reduce(sums, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+        dist.all_reduce(sums, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(axis_idx))
         powers.update(zip(on_axis, sums.unbind(), strict=True))
     device = (grads or locals_elsewhere or [torch.zeros(())])[0].device
     all_powers = torch.stack(list(powers.values())) if powers else torch.zeros(1, dtype=dtype, device=device)
@@ -88,16 +93,16 @@ def _shard_axes(grad: Tensor) -> tuple[_ShardAxis, ...]:
         return ()
     mesh = grad.device_mesh
     found = []
-    for dim, placement in enumerate(grad.placements):
+    for axis_idx, placement in enumerate(grad.placements):
         if placement.is_partial():
             raise ValueError("a gradient is a partial sum; redistribute it before its norm is taken.")
-        if not placement.is_replicate() and mesh.size(dim) > 1:
-            found.append((mesh, dim))
+        if not placement.is_replicate() and mesh.size(axis_idx) > 1:
+            found.append((mesh, axis_idx))
     return tuple(found)
 
 
 def _power(locals_: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
-    """Return the sum of |element|^p, or the largest |element|."""
+    """Return the sum of |element|^p over local gradients, `[]`; for p = infinity, the largest |element|."""
     norms = []
     for each in _by_dtype_and_device([local for local in locals_ if local.numel()]):
         norms += [

@@ -32,25 +32,28 @@ def apply_fsdp(
     A unit is a module to which FSDP2 is applied: its parameters are all-gathered together before it runs, and their
     gradients reduce-scattered together. A parameter belongs to the innermost unit around it. Units are
 
-    - the model itself, if `root_is_unit`. Its own parameters are those in no other unit: they may be read, and their
-      layers called, anywhere inside.
+    - the model itself, if `root_is_unit`. Its own parameters are those in no other unit. They stay gathered from the
+      model's forward to its backward, so code anywhere in the model may read them and call their layers.
     - each repeated block.
-    - with `entry_points`, the outermost modules with a forward and parameters, because callers may not call the model's
-      own forward: if there are several, if `mp_policy` casts their inputs, or if the model itself is no unit.
+    - with `entry_points`, the outermost modules with a forward and parameters, which a caller may call without calling
+      the model's own forward. A single such module is a unit only if `mp_policy` has a `param_dtype` or the model
+      itself is no unit.
     - if `mp_policy` has a `param_dtype`, each module whose rule in the plan names another dtype, in which it is
       gathered.
 
-    Modules that share a weight are no units: their parameters belong to the unit around them. Applying the same again
-    changes nothing.
+    Modules that share a weight are no units: their parameters belong to the unit around them. A second call with equal
+    `mesh`, `reshard_after_forward` and `mp_policy` changes nothing.
 
     Args:
         model: plain modules, or modules that `parallelize` and `checkpoint_activations` have changed.
         mesh: the data-parallel axis, or (replicas, data-parallel) axes, of the mesh that the model is on.
-        reshard_after_forward: free each unit after its forward (ZeRO stage 3), or after its backward (2).
-        mp_policy: dtypes of gathered parameters and reduced gradients; None: as the parameters are.
+        reshard_after_forward: free units after their forward (ZeRO stage 3), or after their backward (2). The model
+            itself, a single unit of `entry_points`, units in the last block and the units around vocab_head layers are
+            always freed after their backward.
+        mp_policy: dtypes of gathered parameters and reduced gradients; None: those of the parameters.
         entry_points: methods of `model` that are called besides its forward; None: none.
-        root_is_unit: False: the model itself is no unit, because backwards run while its methods run (manual
-            optimization); each parameter must belong to another unit.
+        root_is_unit: whether the model itself is a unit. It must not be if backwards run while its methods run (manual
+            optimization); then each parameter must belong to another unit.
 
     Returns:
         The names of the units, outermost first; "" is the model.
@@ -75,7 +78,7 @@ def apply_fsdp(
     blocks = repeated_blocks(model)
     callees = [name for name in names if name not in blocks and name not in dtype_overrides]
     if root_is_unit and len(callees) == 1 and policy.param_dtype is None:
-        names.remove(callees.pop())  # it is now gathered with the model, and its other methods work
+        names.remove(callees.pop())  # gathered with the model, so that methods other than its forward work, too
     if not root_is_unit:
         _check_no_root_parameters(model, names)
     # The backward begins with the loss, which reads the weights of vocab heads again, and with the last block: these
@@ -218,7 +221,7 @@ def _owning_units(model: nn.Module, candidates: list[str]) -> dict[str, set[str]
 
 
 def set_gradient_sync(model: nn.Module, is_on: bool) -> None:
-    """Set whether backwards reduce-scatter gradients; if not, ranks accumulate unsharded ones until a backward does."""
+    """Set whether backwards reduce-scatter gradients; while it is off, ranks accumulate unsharded gradients."""
     for module in fsdp_roots(model):
         module.set_requires_gradient_sync(is_on)
 
@@ -226,7 +229,7 @@ def set_gradient_sync(model: nn.Module, is_on: bool) -> None:
 def free_gathered(model: nn.Module) -> None:
     """Free parameters that a forward has gathered and no backward has freed.
 
-    After a step they would have stale values, and the `requires_grad` of the time they were gathered.
+    After a step they would have stale values, and the `requires_grad` that the parameters had when they were gathered.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

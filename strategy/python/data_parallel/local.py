@@ -1,4 +1,4 @@
-"""The local shard of a tensor."""
+"""Converts between full tensors, DTensors and this rank's shards of them, without communication."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weft.strategy._plan import shard_range
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's storage of a tensor, outside of autograd; a plain tensor is entirely local."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself, detached from autograd; shares its storage."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def shard_like(full: Tensor, like: DTensor) -> DTensor:
-    """Return this rank's shard of a full value, sharded like `like`; a copy, without communication."""
+    """Return a full value, equal on all ranks, as a DTensor sharded like `like`; copies this rank's shard."""
     shard = full
     for axis in _sharding_order(like.placements):
         placement: Any = like.placements[axis]
@@ -32,6 +32,6 @@ def shard_like(full: Tensor, like: DTensor) -> DTensor:
 
 
 def _sharding_order(placements: tuple[Placement, ...]) -> list[int]:
-    """Return the mesh's axes in the order of sharding: outer to inner, but FSDP2 shards the shards of inner axes."""
+    """Return the mesh's axes in the order of sharding: outer to inner, then FSDP2's, which shards existing shards."""
     is_strided = [type(placement).__name__ == "_StridedShard" for placement in placements]
     return sorted(range(len(placements)), key=lambda axis: (is_strided[axis], axis))

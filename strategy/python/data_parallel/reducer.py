@@ -15,13 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from weft.strategy.data_parallel.local import local_shard
 
 _BUCKET_BYTES = 25 << 20
-_MAX_IN_FLIGHT = 2  # buckets whose copies exist
+_MAX_IN_FLIGHT = 2  # reductions that a backward leaves in flight
 
 
 @dataclasses.dataclass(eq=False)
 class _Bucket:
     parameters: list[Tensor]
-    pending: set[Tensor]
+    pending: set[Tensor]  # those whose gradient the current backward has not completed
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,9 +36,10 @@ class GradientReducer:
     """Averages each parameter's local gradient over the ranks of a group, which hold equal local parameters.
 
     Works on DTensors as on plain tensors; sharding and replication along other axes of a mesh do not change. Gradients
-    are copied into buckets of at most 25 MiB, in reverse order of the parameters; at most two buckets exist at a time.
-    Larger gradients are reduced in place. If only some ranks have a gradient of a parameter, the average is over all of
-    them, counting zeros; without any gradient, the parameter keeps none.
+    are copied into buckets of at most 25 MiB, in reverse order of the parameters. A contiguous gradient that is alone
+    in its bucket, as larger ones are, is reduced in place. After it starts a reduction, a backward waits until at most
+    two are in flight; `finish` starts all remaining ones at once. If only some ranks have a gradient of a parameter,
+    the average is over all ranks, counting zeros; if no rank has one, the parameter keeps none.
 
     Call `finish` on all ranks after each backward whose gradients are to be averaged.
     """
@@ -57,7 +58,7 @@ class GradientReducer:
         self._group = group
         self._is_paused = False
         self._next_bucket = 0
-        self._has_pending = False
+        self._has_local_gradients = False  # from a backward outside of `paused`, not averaged yet
         self._in_flight: deque[_Reduction] = deque()
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._bucket_bytes = bucket_bytes
@@ -67,7 +68,7 @@ class GradientReducer:
         self._register(p for p in self._names if p.requires_grad)
 
     def _register(self, parameters: Iterable[Tensor]) -> None:
-        """Register parameters that require gradients, from the start or since they were unfrozen."""
+        """Add buckets and hooks for parameters that require gradients and have none yet."""
         for bucket in _buckets(list(parameters), self._bucket_bytes):
             self._buckets.append(bucket)
             for parameter in bucket.parameters:
@@ -82,7 +83,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, backwards keep their gradients local; the next backward outside averages the sum of all."""
+        """Inside, backwards leave gradients local; the next backward outside averages the accumulated gradients."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -92,13 +93,13 @@ class GradientReducer:
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._is_paused:
             return
-        self._has_pending = True
+        self._has_local_gradients = True
         bucket = self._bucket_of[parameter]
         if parameter not in bucket.pending:
             raise RuntimeError(
-                f"GradientReducer: '{self._names[parameter]}' got a gradient from a second backward before the first "
-                "one's were averaged; run backwards through the strategy (fabric.backward, manual_backward), or those "
-                "whose gradients add up without synchronization."
+                f"GradientReducer: '{self._names[parameter]}' got a gradient from a second backward before those "
+                "of the first were averaged; run backwards through the strategy (fabric.backward, manual_backward), or "
+                "to accumulate gradients, all but the last one in fabric.no_backward_sync."
             )
         bucket.pending.discard(parameter)
         while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].pending:
@@ -107,7 +108,7 @@ class GradientReducer:
                 self._finish_reduction(self._in_flight.popleft(), None)
 
     def finish(self) -> None:
-        """Average the gradients that the backward left pending; collective; does nothing while paused."""
+        """Complete the average of the last backward's gradients; collective; does nothing while paused."""
         if self._is_paused:
             return
         self._register(p for p in self._names if p.requires_grad and p not in self._bucket_of)
@@ -121,13 +122,13 @@ class GradientReducer:
         with_gradient = {p for p, flag in zip(self._bucket_of, flags.tolist(), strict=True) if flag}
         while self._in_flight:
             self._finish_reduction(self._in_flight.popleft(), with_gradient)
-        self._next_bucket, self._has_pending = 0, False
+        self._next_bucket, self._has_local_gradients = 0, False
         for bucket in self._buckets:
             bucket.pending = set(bucket.parameters)
 
     def finish_if_needed(self) -> None:
-        """Before a step: average gradients that are pending from a backward."""
-        if self._has_pending:
+        """Average gradients that a backward has left local, if there are any; for a step without `finish` before it."""
+        if self._has_local_gradients:
             self.finish()
 
     def _device(self) -> torch.device:
@@ -176,8 +177,8 @@ def average_gradient(parameter: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _split(flat: Tensor, bucket: _Bucket) -> tuple[Tensor, ...]:
-    shards: tuple[Tensor, ...] = flat.split([local_shard(p).numel() for p in bucket.parameters])
-    return shards
+    segments: tuple[Tensor, ...] = flat.split([local_shard(p).numel() for p in bucket.parameters])
+    return segments
 
 
 def _buckets(parameters: list[Tensor], bucket_bytes: int) -> list[_Bucket]:

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: each data-parallel rank steps a flat shard of every parameter, and holds its states."""
+"""ZeRO stage 1: each data-parallel rank steps a flat shard of each parameter, and holds the shard's states."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class ShardedStates:
         return (parameter for parameters in self._group_parameters or () for parameter in parameters)
 
     def _all_gather(self, parameters: list[Tensor]) -> None:
-        """All-gather the stepped shards of all ranks: large parameters in place, others packed together."""
+        """All-gather the stepped shards of all ranks: large parameters of even shards in place, others packed."""
         packed: list[Tensor] = []
         used = 0
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Builds models without values by `deferred_init`, and materializes their shards later."""
+"""weft.strategy.deferred: builds models without values by `deferred_init`, and materializes their shards later."""
 
 from weft.strategy.deferred.context import deferred_init
 from weft.strategy.deferred.materialize import (

@@ -1,4 +1,4 @@
-"""`deferred_init`: large tensors created inside are deferred."""
+"""`deferred_init`: a context in which large tensors are created as DeferredTensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.strategy.deferred.tape import Tape
 from weft.strategy.deferred.tensor import DeferredTensor, call, record, record_in_place
 from weft.strategy.deferred.unwritten import mark_unwritten
 
-# Smaller tensors are created as usual: they cost little, and code that asks for values mostly asks for theirs.
+# Smaller tensors are created as usual: they take little memory, and most code that reads values reads small tensors.
 MIN_BYTES = 16 * 1024
 
 aten = torch.ops.aten
@@ -69,8 +69,8 @@ def deferred_init(min_bytes: int = MIN_BYTES) -> Iterator[None]:
     """Build a model with deferred parameters; `weft.parallelize` materializes only the shards of each rank.
 
     The values are bitwise those that the model would have had: calls are recorded in the order of the program, with the
-    state of the random generators, and the generators advance as usual. Code that asks for values gets them; that
-    tensor is then materialized in full.
+    state of the random generators, and the generators advance as usual. Code that reads the values of a tensor gets
+    them; the tensor is then materialized in full.
 
         with weft.strategy.deferred_init():
             model = Model()
@@ -83,7 +83,7 @@ def deferred_init(min_bytes: int = MIN_BYTES) -> Iterator[None]:
     original = init._no_grad_trunc_normal_
 
     def trunc_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # It draws until no value is out of bounds: the number of draws depends on the values.
+        # torch's function draws until no value is out of bounds, so the number of draws depends on the values.
         if isinstance(tensor, DeferredTensor):
             return record_in_place(original, tensor, args, kwargs)
         return original(tensor, *args, **kwargs)

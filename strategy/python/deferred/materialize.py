@@ -22,7 +22,7 @@ def is_deferred(value: object) -> TypeGuard[DeferredTensor]:
 
 
 def full_value_of(tensor: DeferredTensor) -> Tensor:
-    """Return all values, contiguous, in storage of their own; the deferred tensor does not change."""
+    """Return the full tensor, in storage of its own; the deferred tensor does not change."""
     storage = storage_of(tensor.meta)
     if storage in tensor.tape.materialized:
         materialized = tensor.tape.materialized[storage]
@@ -34,7 +34,7 @@ def full_value_of(tensor: DeferredTensor) -> Tensor:
 
 
 def shard_of(tensor: DeferredTensor, dim: int, start: int, length: int) -> tuple[Tensor, bool]:
-    """Return `narrow(dim, start, length)` of the values, contiguous, and whether no full tensor was needed for it."""
+    """Return (`narrow(dim, start, length)` of the values, contiguous; whether it was made without the full tensor)."""
     if storage_of(tensor.meta) not in tensor.tape.materialized and tensor.device.type == "cpu":
         with torch.no_grad():
             made = stream.shard(tensor.tape, tensor.meta, dim, start, length)
@@ -44,7 +44,9 @@ def shard_of(tensor: DeferredTensor, dim: int, start: int, length: int) -> tuple
 
 
 def materialize(module: nn.Module) -> list[str]:
-    """Materialize the remaining deferred tensors: parameters, buffers, tensors in attributes and in lists there.
+    """Materialize the deferred tensors of a module in full: parameters, buffers, and tensors in attributes.
+
+    Lists, tuples and dicts in attributes are searched, too.
 
     Returns:
         The names of the materialized tensors.
@@ -79,7 +81,7 @@ def materialize(module: nn.Module) -> list[str]:
                 if is_deferred(item):
                     table[name] = value(prefix + name, item)
                 elif isinstance(item, DTensor) and is_deferred(item._local_tensor):
-                    # Distributed during construction by other code than weft's.
+                    # The constructor made a DTensor of a deferred tensor.
                     item._local_tensor = value(prefix + name, item._local_tensor)
         for name, item in list(owner.__dict__.items()):
             if name not in ("_parameters", "_buffers", "_modules"):
@@ -90,7 +92,7 @@ def materialize(module: nn.Module) -> list[str]:
 
 
 def plain_of(tensor: DeferredTensor, value: Tensor) -> Tensor:
-    """Return the replacement of a deferred tensor with `value`: a Parameter for a Parameter, with its attributes."""
+    """Return `value` as the replacement of a deferred tensor: with its attributes, and a Parameter for a Parameter."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     value.__dict__.update(attributes_of(tensor))
@@ -98,7 +100,7 @@ def plain_of(tensor: DeferredTensor, value: Tensor) -> Tensor:
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """Return the attributes that the user has set on a tensor."""
+    """Return the Python attributes that were set on a tensor, without those of DeferredTensor itself."""
     return {
         name: item
         for name, item in tensor.__dict__.items()
@@ -107,10 +109,10 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def check_written(module: nn.Module) -> None:
-    """Raise for parameters that were created and never written to.
+    """Check that all parameters were written to after they were created.
 
     Raises:
-        ValueError: it names them.
+        ValueError: names the parameters that were not.
     """
     unwritten = [
         name
@@ -120,5 +122,6 @@ def check_written(module: nn.Module) -> None:
     if unwritten:
         raise ValueError(
             f"parallelize: nothing was written to {', '.join(repr(name) for name in unwritten)} while the model was "
-            "built, so every rank would have other values; initialise them, or build the model outside deferred_init."
+            "built, so the ranks would have different values; initialise these parameters, or build the model outside "
+            "of deferred_init."
         )

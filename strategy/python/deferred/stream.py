@@ -84,12 +84,12 @@ _VIEWS = {
     aten.expand.default,
 }
 _CHUNK = 1 << 16  # elements
-_MAX_CHUNK = 1 << 22
+_MAX_CHUNK = 1 << 22  # elements
 
 
 @dataclass(frozen=True)
 class _Write:
-    """A call on the elements from `first` to `end` of a storage, in its order."""
+    """A call that writes the elements `first` to `end` (exclusive) of a storage, in memory order."""
 
     entry: Entry
     first: int
@@ -100,7 +100,7 @@ _known_results: dict[tuple[Any, torch.dtype, tuple[Any, ...]], bool] = {}
 
 
 def draws_in_chunks(function: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
-    """Return whether drawing a contiguous tensor in chunks gives the same values and generator state.
+    """Return whether drawing a contiguous tensor in chunks gives the values and generator state of a single call.
 
     Args:
         args: the arguments of the call after the tensor.
@@ -123,7 +123,10 @@ def _drawn(function: Any, dtype: torch.dtype, args: tuple[Any, ...], *sizes: int
 
 
 def chunks(num_elements: int, multiple_of: int = 16) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a chunked random call; they begin at multiples of `multiple_of`, itself a multiple of 16."""
+    """Yield the ranges (first, end) of a chunked random call, in elements.
+
+    They begin at multiples of `multiple_of`, which must be a multiple of 16.
+    """
     size = max(1, _CHUNK // multiple_of) * multiple_of
     first = 0
     while first < num_elements:
@@ -134,17 +137,17 @@ def chunks(num_elements: int, multiple_of: int = 16) -> Iterator[tuple[int, int]
         first = end
 
 
-def skip(entry_function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor) -> None:
-    """Advance the generator as a random call on a contiguous tensor like this would."""
+def skip(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor) -> None:
+    """Advance the generator as a random call on a contiguous tensor of the size of `like` would."""
     for first, end in chunks(like.numel()):
-        entry_function(torch.empty(end - first, dtype=like.dtype), *args, **kwargs)
+        function(torch.empty(end - first, dtype=like.dtype), *args, **kwargs)
 
 
 def shard(tape: Tape, meta: Tensor, dim: int, start: int, length: int) -> Tensor | None:
     """Return `narrow(dim, start, length)` of the values of `meta`, contiguous; None if that requires the full tensor.
 
     Args:
-        meta: contiguous; it covers all of its storage.
+        meta: must be contiguous and cover all of its storage; else the result is None.
     """
     if not meta.is_contiguous() or meta.untyped_storage().nbytes() != meta.numel() * meta.element_size():
         return None
@@ -153,9 +156,9 @@ def shard(tape: Tape, meta: Tensor, dim: int, start: int, length: int) -> Tensor
         return None
     # The tensor as [outer, size of dim, inner]; the shard as [outer, length, inner].
     outer, inner = math.prod(meta.shape[:dim]), math.prod(meta.shape[dim + 1 :])
-    row = meta.shape[dim] * inner
+    row = meta.shape[dim] * inner  # elements
     initial, writes = found
-    if not all(_covers_full_rows(write, outer, row) for write in writes):
+    if not all(_applies_to_shard(write, outer, row) for write in writes):
         return None
     result = torch.empty(outer, length, inner, dtype=meta.dtype)
     if initial is not None:
@@ -169,7 +172,11 @@ def shard(tape: Tape, meta: Tensor, dim: int, start: int, length: int) -> Tensor
 
 
 def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, list[_Write]] | None:
-    """Return a storage's initial value (None: any) and the calls that write to it; None if there are unknown calls."""
+    """Return a storage's initial value (None: uninitialised) and the calls that determine its values, in order.
+
+    None in place of both: some of these calls cannot be applied to a shard. Calls before the last one that overwrites
+    the full storage are left out.
+    """
     initial: float | None = None
     writes: list[_Write] = []
     is_known = True
@@ -192,6 +199,7 @@ def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, l
 
 
 def _write(entry: Entry, meta: Tensor) -> _Write | None:
+    """Return an entry as a `_Write`; None if it is no elementwise or chunked random call on a contiguous range."""
     function = entry.function
     target: Any = entry.args[0] if entry.args else None
     if function not in _RANDOM and function not in _ELEMENTWISE:
@@ -216,17 +224,23 @@ def is_written(tape: Tape, meta: Tensor) -> bool:
 
 
 def _overwrites(function: Any) -> bool:
+    """Return whether the results of an elementwise call do not depend on the previous values."""
     return function in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
 
 
-def _covers_full_rows(write: _Write, outer: int, row: int) -> bool:
-    """Return whether a range consists of full rows, or there is one row: a shard then has a range of it."""
+def _applies_to_shard(write: _Write, outer: int, row: int) -> bool:
+    """Return whether a call can be applied to a shard of a tensor of `outer` rows of `row` elements.
+
+    With several rows, its range must consist of full rows and, if it is random, be drawn in chunks of full rows. A
+    shard of a single row is a contiguous range.
+    """
     if outer > 1 and (write.first % row or write.end % row):
         return False
     return outer == 1 or write.entry.random is None or math.lcm(row, 16) <= _MAX_CHUNK
 
 
 def _apply(write: _Write, result: Tensor, row: int, start: int, inner: int) -> None:
+    """Apply an elementwise call to the shard `result`, `[outer, length, inner]`."""
     if result.shape[0] > 1:
         elements = result[write.first // row : write.end // row]
     else:  # one row: the shard is the range from start * inner
@@ -237,7 +251,11 @@ def _apply(write: _Write, result: Tensor, row: int, start: int, inner: int) -> N
 
 
 def _draw(write: _Write, result: Tensor, size: int, start: int, inner: int) -> None:
-    """Draw all of a range in chunks, and keep the elements of the shard."""
+    """Draw the full range of a random call in chunks, and keep the elements of the shard.
+
+    Args:
+        result: the shard, `[outer, length, inner]`, of a tensor `[outer, size, inner]`, from `start` on.
+    """
     num_rows, length, _ = result.shape
     row = size * inner
     multiple = 16 if num_rows == 1 else math.lcm(row, 16)

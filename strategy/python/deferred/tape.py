@@ -1,4 +1,4 @@
-"""Records the calls on tensors without values, in the order of the program, to replay them later."""
+"""Records the calls on tensors without values, in program order, to replay them later."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Entry:
 
     Attributes:
         writes: storages that the call creates or changes.
-        versions: of the arguments with values, which must not change until the call is replayed.
+        versions: the arguments with values, each with its version; they must not change until the call is replayed.
+        random: the generator that the call draws from, with its state before the call; None: the call is not random.
     """
 
     function: Any
@@ -54,12 +55,12 @@ def meta_tensors(*trees: Any) -> list[Tensor]:
 
 
 class Tape:
-    """All calls of one construction."""
+    """All calls inside one `deferred_init`."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self._entries_of: dict[Storage, list[int]] = {}
-        # Storages whose values were asked for: they are real, and all later calls on them are executed.
+        # Storages whose values were read, each with a real tensor of them; all later calls on them are executed.
         self.materialized: dict[Storage, Tensor] = {}
 
     def record(self, entry: Entry) -> None:
@@ -86,7 +87,7 @@ class Tape:
         return [self.entries[index] for index in sorted(needed)]
 
     def replay(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return the values of meta tensors, in full; those of one storage share one storage.
+        """Return the full values of meta tensors; tensors that share a storage also share one afterwards.
 
         Raises:
             RuntimeError: a tensor with values that a call read has been changed since.
@@ -98,8 +99,8 @@ class Tape:
                 if tensor._version != version:
                     raise RuntimeError(
                         f"deferred_init: {entry.function} read a tensor of shape {tuple(tensor.shape)} that has been "
-                        "changed since; build that module outside, or give it a copy "
-                        "(or was the model used before weft.parallelize gave it its values?)."
+                        "changed since; build that module outside of deferred_init, or give it a copy of the tensor, "
+                        "and do not use the model before weft.parallelize."
                     )
 
             def value_of(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""DeferredTensor: a tensor with all properties except values."""
+"""DeferredTensor: a tensor with a shape, a dtype, a device and so on, but without values."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _NeedsValuesError(Exception):
 class DeferredTensor(Tensor):
     """Looks like a tensor on its device; calls on it are recorded on a tape instead of executed.
 
-    Code that asks for a value (`item()`, `if tensor.any()`, a shape that depends on values) materializes the full
-    tensor; from then on, calls on that tensor are executed at once.
+    Code that needs a value (`item()`, `if tensor.any()`, a shape that depends on values) materializes the full tensor;
+    from then on, calls on that tensor are executed at once.
     """
 
     meta: Tensor
@@ -61,7 +61,7 @@ class DeferredTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """Return `Tensor.data`; an assigned tensor replaces the one that this tensor stands for."""
+        """Return `Tensor.data`. An assigned tensor becomes the one that this object represents."""
         data: Tensor = _DATA.__get__(self)
         return data
 
@@ -90,7 +90,7 @@ class DeferredTensor(Tensor):
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call with at least one deferred tensor among its arguments."""
+    """Record a call with at least one deferred tensor among its arguments, or execute it if it needs values."""
     deferred = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)]
     tape = deferred[0].tape
     needs_values = (
@@ -111,7 +111,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
-    """Record a call on the tape; the tensors that it creates on the CPU or another `device` are deferred."""
+    """Record a call on the tape; the tensors that it creates are deferred tensors on `device`."""
     meta_args, meta_kwargs = tree_map(_without_values, (args, kwargs))
     if "device" in kwargs or not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
         meta_kwargs["device"] = torch.device("meta")
@@ -129,13 +129,13 @@ def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
         for leaf in tree_leaves((plain_args, plain_kwargs))
         if isinstance(leaf, Tensor) and not leaf.is_meta
     )
-    random = _draw(func, plain_args, plain_kwargs, result, device)
+    random = _advance_generator(func, plain_args, plain_kwargs, result, device)
     tape.record(Entry(func, plain_args, plain_kwargs, result, frozenset(changed | made), versions, random))
 
     wrappers = {id(leaf.meta): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)}
     if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
-            func(*args, **kwargs)  # updates the shape that the tensor shows
+            func(*args, **kwargs)  # updates the shape of the deferred tensor itself
 
     def wrapped(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -146,7 +146,7 @@ def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def record_in_place(function: Any, tensor: DeferredTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Record a function that changes one tensor in place and may read its values."""
+    """Record a function that changes one tensor in place; running it on an empty tensor advances the generator."""
     generator = kwargs.get("generator") or _generator_of(tensor.device)
     random = RandomState(generator, generator.get_state())
     with no_dispatch():
@@ -173,7 +173,7 @@ def _without_values(leaf: Any) -> Any:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the stand-ins of the arguments that the schema marks as written."""
+    """Return the arguments that the schema marks as written."""
     written: list[Any] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -181,8 +181,12 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     return written
 
 
-def _draw(func: Any, args: Any, kwargs: Any, result: Any, device: torch.device) -> RandomState | None:
-    """Advance the generator as the call would, so that the program draws the same numbers afterwards."""
+def _advance_generator(func: Any, args: Any, kwargs: Any, result: Any, device: torch.device) -> RandomState | None:
+    """Advance the generator as the call would, so that the program draws the same numbers afterwards.
+
+    Returns:
+        The generator's state before; None for a call that draws no numbers.
+    """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     generator = kwargs.get("generator") or _generator_of(device)
@@ -206,7 +210,7 @@ def _call_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def value_of(tensor: DeferredTensor) -> Tensor:
-    """Return the full tensor, which the deferred tensor stands for from now on."""
+    """Return the full tensor; from now on, calls on the deferred tensor run on its storage."""
     storage = storage_of(tensor.meta)
     if storage not in tensor.tape.materialized:
         [full] = tensor.tape.replay([tensor.meta])

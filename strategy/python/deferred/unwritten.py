@@ -1,4 +1,4 @@
-"""Detects small tensors with memory of their own that were never written to."""
+"""Detects small uninitialised tensors: those that were created as usual, not deferred, and never written to."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-_BYTE = 0xFF  # in every byte of an element: a NaN with all bits set, which no kernel computes from other values
+_BYTE = 0xFF  # a floating element of such bytes is a NaN with all bits set, which no kernel computes from other values
 _MAX_BYTES = 1 << 20
 
 
 def mark_unwritten(made: Tensor) -> Tensor:
-    """Fill an uninitialised tensor with marker values; any write to it can then be detected.
+    """Fill an uninitialised tensor with marker values, by which `is_unwritten` detects that nothing was written to it.
 
     Only for small CPU tensors: filling a large one would allocate pages that may never be used.
     """

@@ -33,7 +33,7 @@ _KEYS = (
 _PIPELINE_KEYS = ("pipeline_cuts", "pipeline_schedule", "num_micro_batches")
 _MAX_MICRO_BATCHES = 4096
 _NOT_OPTIONS = ("model", "mesh", "layout", "plan", "batch", *_PIPELINE_KEYS)
-# Hugging Face architectures that the memory model's decoder describes exactly.
+# Values of model_type in Hugging Face configurations that the memory model's decoder describes exactly.
 DECODERS = ("llama", "mistral", "qwen2")
 
 
@@ -43,7 +43,7 @@ class PipelineOptions:
 
     Attributes:
         num_ranks: the number of pipeline ranks.
-        cuts: the names of the first module of each stage but the first; None: chosen as in training.
+        cuts: for each stage but the first, the name of its first module; None: chosen as in training.
         schedule: one of `SCHEDULES`.
         num_micro_batches: the micro-batches of a step.
     """
@@ -60,11 +60,11 @@ class Training:
 
     Attributes:
         model: the input of the memory model; None: it does not know this architecture.
-        hugging_face: the configuration of a model of Hugging Face's transformers; None: another model.
-        mesh: all axes.
-        plan: None: "auto"; or "huggingface".
-        batch: "sequences" on each data-parallel rank, and "tokens" of each.
-        options: the given options of `TrainingSpec`.
+        hugging_face: the configuration of a model of Hugging Face's transformers; None: one MLP.
+        mesh: includes the pipeline axis.
+        plan: rules; None: "auto"; "huggingface": the plan of the model's configuration.
+        batch: "sequences" of each data-parallel rank, and "tokens" of each sequence.
+        options: keyword arguments of `TrainingSpec`, as far as the configuration gives them.
         pipeline: None: no pipeline.
     """
 
@@ -115,9 +115,9 @@ def read_config(config: Any, folder: Path, layout: str | None = None) -> Trainin
     """Return the training that a configuration describes.
 
     Args:
-        config: the value of the file.
-        folder: the folder to which paths in it are relative.
-        layout: replaces the configuration's mesh or layout.
+        config: the content of the file, a mapping.
+        folder: the folder to which paths in `config` are relative.
+        layout: replaces the configuration's mesh or layout; None: it does not.
 
     Raises:
         ValueError: the configuration is not valid.
@@ -236,7 +236,7 @@ def _is_size(value: object) -> bool:
 def _model(
     value: Any, folder: Path
 ) -> tuple[_plan.FeedForwardModel | _plan.DecoderModel | None, Mapping[str, Any] | None]:
-    """Return the model for the memory model and the Hugging Face configuration; None for one that does not exist."""
+    """Return (the input of the memory model, the Hugging Face configuration), each None if there is none."""
     if isinstance(value, str):
         value = load_file(folder / value)  # JSON is YAML
     if isinstance(value, Mapping) and set(value) == {"feed_forward"}:
@@ -245,7 +245,8 @@ def _model(
             return _plan.FeedForwardModel(**sizes), None
         except TypeError as error:
             raise ValueError(
-                f"'feed_forward' is {sizes!r}; give dim and hidden_dim, and gated and bias where not true and false."
+                f"'feed_forward' is {sizes!r}; give dim and hidden_dim, and optionally gated (default: true) and bias "
+                "(default: false)."
             ) from error
     if isinstance(value, Mapping) and ("model_type" in value or "hidden_size" in value):
         config = {"model_type": "llama", **value}

@@ -1,8 +1,9 @@
 """The memory of each rank of a training, from a configuration: nothing is allocated.
 
-The C++ memory model (weft/strategy/memory_model.h) predicts every phase of a training of Llama-like models and MLPs,
-without torch. For other models of Hugging Face, and for pipelines, the estimate has the bytes of parameters, gradients
-and optimizer states, which are counted on a model on the meta device (`state.py`).
+The C++ memory model (weft/strategy/memory_model.h) predicts all phases of a training of Llama-like models and MLPs,
+without torch. For other models of Hugging Face, for the plan "huggingface" and for pipelines, the estimate has the
+bytes of parameters, gradients and optimizer states, which are counted on a model on the meta device (`state.py`); for
+pipelines of Llama-like models it also has the saved activations (`stages.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _NO_TEMPORARIES = "temporaries and communication, such as gathered parameters, a
 
 @dataclasses.dataclass(frozen=True)
 class RankEstimate:
-    """Bytes of one rank by phase and category, and how many ranks are like it."""
+    """Bytes of one rank by phase and category, and the number of ranks (this one included) with the same figures."""
 
     rank: int
     num_ranks: int
@@ -42,9 +43,10 @@ class Estimate:
 
     Attributes:
         num_parameters: of the full model; tied parameters count once.
-        bytes_per_parameter: of a parameter, its gradient, its optimizer state and its half-precision copies.
+        bytes_per_parameter: that training takes for an element of a parameter: the element, its gradient, its optimizer
+            state and its half-precision copies.
         mesh: as `Mesh` prints it.
-        ranks: one of each kind of rank.
+        ranks: one of each set of ranks with equal figures.
         note: a sentence on the categories that are not predicted, in which case the figures are lower bounds; "": none.
     """
 
@@ -95,7 +97,7 @@ def _table(phases: Mapping[str, Mapping[str, int]], unit: str) -> list[str]:
 
 
 def _unit_of(num_bytes: int) -> str:
-    """Return the largest unit of which a number of bytes has at least one; the smallest for fewer."""
+    """Return the largest unit that is not above a number of bytes; the smallest unit if all are above it."""
     return next((unit for unit, exponent in _UNITS.items() if num_bytes >= 10**exponent), "kB")
 
 
@@ -105,7 +107,7 @@ def _in(unit: str, num_bytes: int) -> str:
 
 
 def estimate(spec: _plan.TrainingSpec, mesh: _plan.Mesh) -> Estimate:
-    """Return the bytes of each kind of rank of a training that the memory model knows.
+    """Return the bytes of each set of equal ranks of a training that the memory model predicts.
 
     Raises:
         ValueError: the parts of the training do not fit together.
@@ -129,7 +131,7 @@ def estimate_file(path: str | Path, *, layout: str | None = None) -> Estimate:
 
 
 def estimate_training(training: Training) -> Estimate:
-    """Return the bytes of each kind of rank of a training, with a note if the memory model does not know the model.
+    """Return the bytes of each set of equal ranks of a training, with a note if categories are not predicted.
 
     Raises:
         ValueError: the parts of the training do not fit together, or transformers cannot build its model.
@@ -143,7 +145,7 @@ def _estimate_state(training: Training) -> Estimate:
     """Return the persistent bytes of each rank, and the saved activations of pipeline stages where they are known."""
     others = _plan.Mesh([(axis, size) for axis, size in training.mesh.axes if axis != PIPELINE_AXIS])
     training.spec(_ONE_MLP, others)  # raises for unknown names
-    # Raises for other axes and for options that exclude each other; one MLP has no blocks to checkpoint.
+    # Raises for axes and combinations of options that are not supported; one MLP has no blocks to checkpoint.
     _, bytes_per_parameter = training.spec(_ONE_MLP, others, activation_checkpointing="none").parameter_cost()
     with_torch = _module_with_torch()
     has_chosen_cuts = training.pipeline is not None and training.pipeline.cuts is None

@@ -9,7 +9,7 @@ from weft.strategy import _plan
 from weft.strategy.estimate.config import DECODERS, PipelineOptions, Training, axis_size, decoder_of
 
 _BLOCK = re.compile(r"model\.layers\.\d+")
-_TOKEN_BYTES = 8
+_TOKEN_BYTES = 8  # of an int64 id
 
 
 def schedule_of(pipeline: PipelineOptions, num_micro_batches: int) -> _plan.Schedule:
@@ -77,9 +77,9 @@ def _batch_bytes(training: Training, num_sequences: int) -> int:
 
 
 def _saved_bytes(training: Training, num_sequences: int) -> tuple[int, int]:
-    """Return the bytes saved for one micro-batch by a block, and by the layers after the last block.
+    """Return the bytes that a block saves for one micro-batch, and those that the layers after the last block save.
 
-    The latter are those of an unsharded model, because logits are full on every rank.
+    The latter are computed for an unsharded model, because logits are full on every rank.
     """
     tp_size = axis_size(training.mesh, "tensor_parallel")
     # The bytes are linear in the number of blocks, so two depths give those of a block and those of the rest.

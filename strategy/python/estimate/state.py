@@ -1,7 +1,8 @@
 """Counts parameters, gradients and optimizer states of any model of Hugging Face's transformers, rank by rank.
 
-The model is built on the meta device, the plan assigns its styles as `parallelize` would, and the shards are counted:
-it needs no processes and no weights. Recognising layers takes the same time and memory as in training, see `probe`.
+The model is built on the meta device, the plan assigns its styles as `parallelize` would, and the shards are counted,
+without processes and weights. Recognising and verifying layers takes the same time and memory as in training (see
+`weft.strategy.recognition.probe`).
 """
 
 from __future__ import annotations
@@ -155,8 +156,8 @@ def _cut_into_stages(model: nn.Module, layers: Layers, stages: list[int]) -> set
 class _Shards:
     """The shard of each parameter on one rank.
 
-    dims: the dim along which a parameter is sharded over the tensor-parallel ranks, by its id; None: replicated.
-    trunk_parameters: the ids of those that no layer of a pipeline's stage holds, which FSDP2 does not shard there.
+    dims: by the id of a parameter, the dim along which it is sharded over the tensor-parallel ranks; None: replicated.
+    trunk_parameters: the ids of parameters that no layer of a pipeline stage holds; FSDP2 does not shard them.
     """
 
     dims: dict[int, int | None]
@@ -177,7 +178,7 @@ class _Shards:
 
 
 class _Costs:
-    """Bytes of a parameter by category, by the memory model: a number for each element and one for each parameter."""
+    """The bytes of a parameter by category, from the memory model: some for each element, some for each parameter."""
 
     def __init__(self, training: Training) -> None:
         first, second = (self._parameter_bytes(training, num_elements) for num_elements in (1, 2))
@@ -187,7 +188,7 @@ class _Costs:
 
     @staticmethod
     def _parameter_bytes(training: Training, num_elements: int) -> dict[str, int]:
-        """Return the bytes of a parameter of `num_elements`, as half of those of an MLP with two."""
+        """Return the bytes of one parameter of `num_elements` by category: half of those of an MLP with two of them."""
         model = _plan.FeedForwardModel(dim=1, hidden_dim=num_elements, gated=False)
         spec = training.spec(model, _plan.Mesh(), activation_checkpointing="none")
         return {name: size // 2 for name, size in spec.predict(0)["step"].items()}
@@ -212,6 +213,6 @@ def _usage(model: nn.Module, shards: _Shards, costs: _Costs) -> dict[str, int]:
 
 
 def _buffer_bytes(buffer: torch.Tensor, parameter_bytes: int) -> int:
-    """Return the bytes of a buffer, full on every rank; floating buffers of a module in a half type have that type."""
+    """Return the bytes of a buffer, which is full on every rank; in true half precision, floating buffers are half."""
     is_half = buffer.is_floating_point() and parameter_bytes == 2
     return buffer.numel() * (parameter_bytes if is_half else buffer.element_size())

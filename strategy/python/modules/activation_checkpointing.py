@@ -44,11 +44,11 @@ def checkpoint_activations(model: nn.Module, what: CheckpointSpec = FULL, *, off
 
     Args:
         model: a plain module, or one that `parallelize`, `fully_shard` or both have changed.
-        what: "full" or "selective" for each of the repeated blocks (the entries of the outermost ModuleLists, and
-            Sequentials, of modules of one class that have modules inside); or a pattern of module names, as in a plan,
-            or several, for a full checkpoint of each match; or a dict from pattern to "full" or "selective"; or
-            "none". A full checkpoint keeps a module's inputs; a selective one the results of its matrix products,
-            attention and communication as well, so that neither is repeated (nothing may change those in place).
+        what: "full" or "selective" for all repeated blocks (see `repeated_blocks`); or a pattern of module names, as in
+            a plan, or several, for a full checkpoint of each match; or a dict from pattern to "full" or "selective"; or
+            "none". A full checkpoint saves a module's inputs. A selective one also saves the results of its matrix
+            products, attention and communication, which are not recomputed; code must not change these results in
+            place.
         offload: keep the tensors among a module's arguments in pinned CPU memory until the backward.
 
     Returns:
@@ -108,6 +108,11 @@ def _modes(model: nn.Module, what: CheckpointSpec) -> dict[str, str]:
 
 
 def repeated_blocks(model: nn.Module) -> list[str]:
+    """Return the names of a model's repeated blocks.
+
+    They are the entries of each outermost nn.ModuleList, nn.ModuleDict with numbers as keys, or nn.Sequential of two
+    entries or more, if all entries have one class, which has a forward and modules inside.
+    """
     found: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(f"{block}.") for block in found):
@@ -134,7 +139,7 @@ def _class_without_checkpoint(module: nn.Module) -> type[nn.Module]:
 
 
 def check_checkpoint_spec(owner: str, what: object) -> None:
-    """Raise TypeError for a value that cannot choose modules to checkpoint in any model."""
+    """Raise TypeError for a value that has none of the types of `CheckpointSpec`."""
     is_text = isinstance(what, str)
     is_patterns = isinstance(what, (list, tuple, Mapping)) and what and all(isinstance(each, str) for each in what)
     if not is_text and not is_patterns:
@@ -161,17 +166,19 @@ def _check_module(name: str, module: nn.Module, mode: str, offload: bool) -> Non
     if offloaded is not None:
         raise ValueError(
             f"checkpoint_activations: the rule of '{offloaded}' says offload, which would keep what a checkpoint of "
-            f"{shown} lets go of; leave out one of the two, or give its rule recompute, too."
+            f"{shown} recomputes; leave out one of the two, or add recompute to that rule."
         )
     recomputing = next((n for n, m in module.named_modules() if _recomputes(m) and m is not module), None)
     if mode == SELECTIVE and (recomputing is not None or (state is not None and state.recompute)):
         raise ValueError(
             f"checkpoint_activations: the rule of '{recomputing or name}' in {shown} says recompute, and a selective "
-            "checkpoint would keep what it lets go of; leave out one of the two, or take a full checkpoint."
+            "checkpoint would keep what it recomputes; leave out one of the two, or take a full checkpoint."
         )
     reason = why_not_wrapped(module)
     if reason is not None:
-        raise ValueError(f"checkpoint_activations: {shown} is to run again, but {reason}; name the modules inside it.")
+        raise ValueError(
+            f"checkpoint_activations: {shown} is to be recomputed, but {reason}; name the modules inside it."
+        )
 
 
 def _recomputes(module: nn.Module) -> bool:
@@ -198,7 +205,8 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
     # torch.compile does not support a context_fn that does nothing.
     options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
 
-    # The parameters' names are not torch's. The last arguments are keywords of these `names`.
+    # No parameter has a name that torch_checkpoint.checkpoint takes as an option. The last of `args` are keyword
+    # arguments with these `names`: save_on_cpu offloads only tensors that are positional arguments.
     def run(self: nn.Module, lengths: Any, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:
         num_args = len(args) - len(names)
         with contextlib.nullcontext() if lengths is None else lengths():
@@ -219,7 +227,10 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
 
 
 def _lengths_context(module: nn.Module) -> Any:
-    """Return a function that restores the sequence lengths, if needed; a list's first block sets them itself."""
+    """Return a context manager for the recomputation that restores the sequence lengths of this forward.
+
+    None: there are no lengths, or the module is the first block of its list, which sets them itself.
+    """
     state = state_of(module)
     if state is None or state.sequence_role is None or state.sequence_role.is_first_block:
         return None

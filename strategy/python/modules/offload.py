@@ -22,8 +22,8 @@ def offload_activations(module: nn.Module) -> None:
     """Make a module's forward save copies in CPU memory for the backward, instead of the tensors.
 
     Parameters stay on their device, and a tensor that several operators save is copied once. Copies in both directions
-    run on the current stream, through pinned memory if the device is an accelerator; for CPU tensors there is no gain.
-    torch.compile skips the module.
+    run on the current stream, through pinned memory if the device is an accelerator. CPU tensors are copied, too, which
+    saves no memory. torch.compile skips the module.
     """
     if not isinstance(module, OffloadedModule):
         module.__class__ = _offloaded_class(type(module))
@@ -82,7 +82,7 @@ def _unpack(packed: tuple[Tensor, int] | _Copy) -> Tensor:
     tensor, version = packed
     if tensor._version != version:  # autograd does not check versions if there are hooks
         raise RuntimeError(
-            f"a parameter of the shape {list(tensor.shape)}, or a part of one, was changed after the forward of a "
-            "module with offload and before its backward, which needs the values of then; step after all backwards."
+            f"a parameter of the shape {list(tensor.shape)}, or a view of one, was changed after the forward of a "
+            "module with offload and before its backward, which needs the earlier values; step after all backwards."
         )
     return tensor

@@ -47,7 +47,7 @@ class ParallelModule:
 
 
 def _local_shard_of(module: Any, name: str) -> Tensor | None:
-    """Return this rank's tensor-parallel shard of a parameter."""
+    """Return this rank's tensor-parallel shard of a parameter, in the module's precision; None if there is none."""
     parameter = module._parameters[name]
     if isinstance(parameter, DTensor) and not torch.compiler.is_compiling():
         mesh, expected = parameter._spec.mesh, module._weft_state.mesh
@@ -77,7 +77,7 @@ def _weight_and_bias(module: nn.Module, transposed: bool) -> tuple[Tensor, Tenso
 def _column_forward(self: Any, input: Tensor) -> Tensor:
     state = self._weft_state
     weight, bias = _weight_and_bias(self, state.transposed)
-    if state.sequence_role is not None:  # the gather of its input sums the gradient
+    if state.sequence_role is not None:  # the backward of the gather before sums the input's gradient
         return torch.nn.functional.linear(input, weight, bias)
     output: Tensor = torch.ops.weft.column_linear(input, weight, bias, group_name=state.group_name)
     return output if state.scope is None or not is_outside(state.scope) else _gathered(self, output)
@@ -172,7 +172,7 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
         "group_name": state.group_name,
         "recompute": state.recompute,
         "sequence_dim": None if region is None else x.dim() - 2,
-        "sequence_size": None if region is None else region.length,
+        "sequence_size": None if region is None else region.full_length,
     }
     operator = functools.partial(torch.ops.weft.column_row_mlp, x, w1, w2, w3, b1, b2, b3, **options)
     stepped = stepped_mlp_of(self)
@@ -187,11 +187,11 @@ def _dropout_forward(self: Any, input: Tensor) -> Tensor:
     if not self.training or self.p == 0.0:
         return input
     # All ranks draw the same seed; a rank's mask follows from the positions of its tokens in the unsharded sequence.
-    # Without dims, as in weft.nn.Dropout.
+    # The seed is a tensor `[]`, as in weft.nn.Dropout.
     seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device=torch.device("cpu"))
     region = self._weft_state.sequence_role.region
     return torch.ops.weft.dropout(
-        input, seed, p=self.p, group_name=region.group_name, dim=input.dim() - 2, dim_size=region.length
+        input, seed, p=self.p, group_name=region.group_name, dim=input.dim() - 2, dim_size=region.full_length
     )
 
 
@@ -203,7 +203,8 @@ def _shard_dropout_forward(self: Any, input: Tensor) -> Tensor:
     if sharded is None:
         raise ValueError(
             f"a Dropout between column and row layers got {list(input.shape)}, which is not one rank's shard of an "
-            "input in verification; give its layers the styles column_gather_output and row_split_input."
+            "input that it got in verification; give the layers around it the styles column_gather_output and "
+            "row_split_input."
         )
     return shard_dropout(input, self.p, sharded, mesh.get_local_rank(), mesh.size())
 
@@ -231,7 +232,7 @@ def _raise_changed_attribute(module: Any, name: str, before: Any, now: Any) -> N
 
 @cached
 def _plain_forward_of(cls: type[nn.Module], has_local_attributes: bool = False) -> Callable[..., Any]:
-    """Return the class's own forward, with local parameters."""
+    """Return the class's own forward, inside which attributes of replicated parameters are local tensors."""
     own_forward = with_local_attributes(cls.forward) if has_local_attributes else cls.forward
 
     @functools.wraps(own_forward)
@@ -258,7 +259,7 @@ def _explained_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @cached
 def _sequence_forward_of(cls: type[nn.Module], has_local_attributes: bool = False) -> Callable[..., Any]:
-    """Return the class's own forward with local parameters, between the operations of its sequence role."""
+    """Return `_plain_forward_of(cls)` between the operations of the module's sequence role."""
     plain = _plain_forward_of(cls, has_local_attributes)
 
     @functools.wraps(plain)
@@ -305,7 +306,7 @@ def _flat_weights(self: Any) -> list[Tensor | None]:
 
 
 def _sequential_getitem(self: Any, idx: int | slice) -> Any:
-    """As nn.Sequential's; a slice is a plain Sequential of the layers, as it has no state of its own."""
+    """Implement nn.Sequential's indexing; a slice is a plain nn.Sequential, as it has no `_weft_state`."""
     if isinstance(idx, slice):
         return nn.Sequential(OrderedDict(list(self._modules.items())[idx]))
     return nn.Sequential.__getitem__(self, idx)
@@ -333,12 +334,15 @@ def parallel_class(
     explains: bool = False,
     is_scope: bool = False,
 ) -> type[nn.Module]:
-    """Return the class of a module of class `cls` for a style ("" and "replicate": its own forward).
+    """Return the class that replaces `cls` for modules of a style ("" and "replicate" keep the forward of `cls`).
 
-    `sequence_kind`: the kind of its role, if activations are sharded along the sequence. `has_precision`: it computes
-    in a dtype of its own. `has_local_attributes`: attributes have this rank's head counts while its forward runs.
-    `is_shard_dropout`: its input is one rank's shard. `explains`: errors of sharded modules inside are explained.
-    `is_scope`: its forward is the scope of layers inside.
+    Args:
+        sequence_kind: `SequenceRole.kind`, if activations are sharded along the sequence; else "".
+        has_precision: whether the module computes in a dtype of its own.
+        has_local_attributes: whether attributes have this rank's values, such as head counts, while its forward runs.
+        is_shard_dropout: whether it is an nn.Dropout whose input is one rank's shard.
+        explains: whether its forward explains errors of sharded modules inside.
+        is_scope: whether its forward is the scope of column and row layers inside.
     """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
     own_dropout = _shard_dropout_forward if is_shard_dropout else None
@@ -352,7 +356,7 @@ def parallel_class(
     elif cls.forward is not nn.Module.forward:
         forward_of = _sequence_forward_of if sequence_kind in ("block", "gathers") else _plain_forward_of
         namespace["forward"] = forward_of(cls, has_local_attributes)
-    if is_scope and "forward" in namespace and style != "column_row_mlp":  # whose operator calls no layers
+    if is_scope and "forward" in namespace and style != "column_row_mlp":  # a fused MLP's operator calls no layers
         namespace["forward"] = with_scope(namespace["forward"])
     if explains and "forward" in namespace:
         namespace["forward"] = _explained_forward(namespace["forward"])

@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def in_precision(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a parallelized module's forward that computes in the dtype of its state.
+    """Return a parallelized module's forward that computes in `precision` of the module's state.
 
-    Floating tensors among the arguments are cast to it, and parameters when they are read. Floating results are cast
-    back to the dtype of the first such argument, if there is one and autocast, which accepts any dtype, is off.
+    Floating tensors among the arguments are cast to that dtype, parameters when they are read. Floating results are
+    cast back to the dtype of the first floating argument, unless there is none, or autocast, which accepts any dtype,
+    is on.
     """
 
     @functools.wraps(forward)

@@ -26,7 +26,7 @@ class ShardedModuleError(RuntimeError):
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Inside, raise a ShardedModuleError for a shape error or mixed-tensor error of a sharded module."""
+    """Inside, replace an error that shards may have caused (shapes, mixed tensors) by a ShardedModuleError."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -37,9 +37,12 @@ def explained() -> Iterator[None]:
 
 
 def explanation_of(error: BaseException) -> str | None:
-    """Return one sentence on the innermost module in an error's traceback that has sharded layers; None: no module."""
-    is_of_ranks = isinstance(error, (ShardedModuleError, dist.DistBackendError))  # its text names ranks and operation
-    if is_of_ranks or not _SHARD_ERRORS.search(str(error)):
+    """Return one sentence on the module that caused an error: the innermost in the traceback with sharded layers.
+
+    A sharded layer itself is named only if no module around it is in the traceback. None: the error has another cause.
+    """
+    is_explained = isinstance(error, (ShardedModuleError, dist.DistBackendError))  # names the module, or ranks
+    if is_explained or not _SHARD_ERRORS.search(str(error)):
         return None
     traceback_modules = list(reversed(_modules_of(error.__traceback__)))
     # The code that calls a layer causes the error, so modules with children come before layers.
@@ -91,8 +94,8 @@ def _sentence(
 ) -> str:
     described = [
         f"'{name}' is {list(parameter._local_tensor.shape)} of {list(parameter.shape)} by "
-        f"{of.rule or 'no rule'} ({of.style or 'replicate'})"
-        for name, of, parameter in shards[:_MAX_SHARDS]
+        f"{owner.rule or 'no rule'} ({owner.style or 'replicate'})"
+        for name, owner, parameter in shards[:_MAX_SHARDS]
     ]
     more = f" and {len(shards) - _MAX_SHARDS} more" if len(shards) > _MAX_SHARDS else ""
     first_line = (str(error).strip() or "no text").splitlines()[0].rstrip(".")

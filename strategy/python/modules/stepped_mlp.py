@@ -1,8 +1,8 @@
-"""Fused MLPs that step their own weights in the backward: their full gradients are never materialized.
+"""Fused MLPs that step their own weights in the backward, without materializing the full gradients.
 
 The backward of the operator `column_row_mlp` passes the two factors of each weight's gradient, grad_out and x, to a
-sink (weft/ops/weight_sink.h). The sink here passes them on to the optimizer, which steps some rows at a time, unless
-the weight needs a full gradient.
+sink (weft/ops/weight_sink.h). The sink here passes them on to the optimizer, which steps some rows at a time. If a
+weight needs a full gradient, the sink declines, and the operator computes it as usual.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from weft import _weight_sink
 from weft.strategy.sharding.state import child_of, state_of
 
-# Steps a parameter whose gradient is leftᵀ right.
+# Steps a parameter whose gradient is leftᵀ right: called with (parameter, left, right).
 StepRows = Callable[[Tensor, Tensor, Tensor], None]
 
 _KEY = "_weft_stepped_mlp"
@@ -29,7 +29,8 @@ _HARMLESS_HOOKS = ("weft.strategy.optimizers.in_backward", "weft.memory")
 class _Call:
     """The sink of one call of the operator, until its backward.
 
-    With several calls whose backwards are due, the gradient of a weight is a sum, which is stepped only once.
+    If several calls have not had their backward yet, the gradient of a weight is a sum over them: none of them may step
+    it by rows.
     """
 
     def __init__(self, mlp: SteppedMlp, owns_weight: tuple[bool, ...]) -> None:
@@ -38,7 +39,7 @@ class _Call:
         self.is_only_call = True
 
     def begin_backward(self) -> None:
-        self._mlp.end_call(self)
+        self._mlp.on_backward(self)
 
     def take(self, index: int, grad: Tensor, x: Tensor) -> bool:
         """Step a weight whose gradient is gradᵀ x if nothing needs the full gradient; return whether it is stepped."""
@@ -54,15 +55,15 @@ class SteppedMlp:
     Args:
         weights: in the operator's order, w1, w2, w3; None for weights that do not exist or get their gradients as
             usual.
-        transposed: which of them are stored as `[in, out]`.
-        step_rows: steps one of them.
+        transposed: for each, whether it is stored as `[in, out]`.
+        step_rows: steps a weight.
     """
 
     def __init__(self, weights: Sequence[Tensor | None], transposed: Sequence[bool], step_rows: StepRows) -> None:
         self._weights = tuple(weights)
         self._transposed = tuple(transposed)
         self._step_rows = step_rows
-        self._due_calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # that have not had their backward
+        self._due_calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # those that have not had their backward
         self.has_ended = False
 
     def call(self, operator: Callable[[], Tensor], parameters: Sequence[Tensor | None]) -> Tensor:
@@ -78,15 +79,15 @@ class SteppedMlp:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copied module's weights are not the optimizer's
 
-    def end_call(self, call: _Call) -> None:
-        """Note that the backward of a call begins. If others are due, none of them may step the weights."""
+    def on_backward(self, call: _Call) -> None:
+        """Note that the backward of a call begins; while other calls are due, neither it nor they may step weights."""
         if len(self._due_calls) > 1:
             for each in self._due_calls:
                 each.is_only_call = False
         self._due_calls.discard(call)
 
     def can_step(self, index: int) -> bool:
-        """Return whether a weight may be stepped by rows now: no gradient to add to, and no hook that needs one."""
+        """Return whether a weight may be stepped by rows now: it has no gradient yet, and no hook that needs one."""
         weight = self._weights[index]
         if weight is None or self.has_ended or weight.grad is not None or weight._backward_hooks:
             return False
@@ -107,7 +108,7 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 def stepped_mlp_of(module: nn.Module) -> SteppedMlp | None:
-    """Return what a module's forward must call instead of the operator while gradients are recorded."""
+    """Return the SteppedMlp through which a module's forward must call the operator; None: it calls it directly."""
     stepped = module.__dict__.get(_KEY)
     return None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else stepped
 
@@ -121,7 +122,7 @@ def step_mlps_by_rows(
     usual.
 
     Returns:
-        the MLPs with the full names of these weights; `stop_stepping(mlps)` undoes it.
+        The MLPs, each with the names in the model of the weights that it steps; `stop_stepping(mlps)` undoes this.
 
     Raises:
         ValueError: an MLP steps its weights already.

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _MARK = "_weft_vocab_head"
-_GATHER = object()  # what _SPECIAL's functions return if hidden states do not suffice
+_GATHER = object()  # the result of a function in _SPECIAL that needs full logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Head:
     vocab_start: int
     vocab_size: int
     group_name: str
-    parameter: Tensor  # the weight is a shard of it
-    version: int  # of parameter and weight, at the forward; the logits must come from these values
+    parameter: Tensor  # of which `weight` is this rank's shard
+    version: int  # `version_of(parameter, weight)` at the forward; the logits must come from these values
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return full logits, `[..., vocab_size]`."""
@@ -87,9 +87,10 @@ def _watch_optimizers() -> None:
 
 
 def version_of(*tensors: Tensor) -> int:
-    """Return how often values were changed through these tensors; 0 for tensors of inference mode.
+    """Return how often values were changed through these tensors; inference tensors count as 0.
 
-    A DTensor counts its own changes, and its local tensor those made to that; flat shards count with the latter.
+    A DTensor and its local tensor have separate versions: the former counts in-place calls on the DTensor, the latter
+    those on the local tensor and on views of it, such as flat shards.
     """
     return sum(tensor._version for tensor in tensors if not tensor.is_inference())
 
@@ -97,8 +98,9 @@ def version_of(*tensors: Tensor) -> int:
 class VocabParallelLogits(Tensor):
     """Logits `[..., vocab_size]` that are not computed yet: hidden states and their output layer.
 
-    Casts, and views that keep the last dim, are applied to the hidden states. Any other operation is applied to full
-    logits, so all ranks of the group must run it.
+    Views that keep the last dim, and casts that do not affect a loss, give deferred logits again. `F.cross_entropy` is
+    computed from the hidden states. Any other operation is applied to full logits, so all ranks of the group must run
+    it.
     """
 
     _head: Head
@@ -135,7 +137,7 @@ class VocabParallelLogits(Tensor):
         )
 
     def _has_graph(self) -> bool:
-        """Return whether full logits with a graph exist: a hook may wait for gradients, so results must use them."""
+        """Return whether full logits with a graph exist: they may have hooks, so results must be computed from them."""
         return self._full_logits is not None and self._full_logits.requires_grad
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # mypy ignores keywords of special methods
@@ -151,8 +153,9 @@ class VocabParallelLogits(Tensor):
                 return func(*args, **kwargs)
         changed = tree_leaves((args[:1] if _changes_in_place(func, kwargs) else (), kwargs.get("out")))
         if any(isinstance(each, VocabParallelLogits) for each in changed):
-            raise ValueError(  # a TypeError would have operators go on out of place, on which other names do not look
-                f"{func.__name__} would change logits of a vocab_head in place, of which there are none yet; compute "
+            # Not a TypeError: Python would replace `x += y` by `x = x + y`, which other references to x do not see.
+            raise ValueError(
+                f"{func.__name__} would change logits of a vocab_head in place, which are not computed yet; compute "
                 "new ones from them, or give the output layer the style 'column_gather_output'."
             )
         special = _SPECIAL.get(func)
@@ -185,7 +188,7 @@ def _changes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _cast(logits: VocabParallelLogits, dtype: torch.dtype) -> Any:
-    """Cast without an effect on a loss, whose statistics are at least float32."""
+    """Return deferred logits of another dtype; _GATHER if the cast affects a loss, whose statistics are in float32."""
     hidden = logits._hidden.dtype
     is_same = dtype == hidden or (dtype == torch.float32 and hidden in (torch.bfloat16, torch.float16))
     return VocabParallelLogits(logits._head, logits._hidden, dtype) if is_same else _GATHER

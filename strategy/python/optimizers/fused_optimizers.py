@@ -21,9 +21,12 @@ _DEVICES = {
 
 
 def _on_local_tensors(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run a fused optimizer elementwise on local shards, with any placements that are equal in all lists.
+    """Run a fused optimizer elementwise on local shards; placements may be any that are equal in all lists.
 
-    Partial gradients, which some of torch's own styles leave, are summed first; then it is collective.
+    Partial gradients, which some of torch's own styles leave, are summed first, which is collective.
+
+    Raises:
+        RuntimeError: a parameter, its gradient and its states have different placements.
     """
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and any(isinstance(t, DTensor) for t in arg)]
     summed: dict[int, DTensor] = {}

@@ -31,9 +31,9 @@ def why_not_in_backward(optimizer: Optimizer) -> str | None:
 class StepInBackward:
     """Makes an optimizer step each parameter when its gradient is complete, and frees the gradient.
 
-    With `by_rows`, the backward computes the gradient of a fused MLP's weight a megabyte of rows at a time and steps
-    these rows, so that the full gradient never exists. A weight that has hooks of the user, or several uses in one
-    backward, gets its full gradient and is stepped like other parameters.
+    With `by_rows`, the backward computes the gradient of a fused MLP's weight 1 MiB of rows at a time and steps these
+    rows, so that the full gradient does not exist. A weight that has hooks of the user, or whose MLP is called several
+    times in one backward, gets its full gradient and is stepped like other parameters.
 
     The optimizer object stays the user's: the options of its groups are read at each step, its state stays in it, and
     its `step()` must still be called after the backward; it finds no gradients, ends the step, and allows the next one.
@@ -101,7 +101,7 @@ class StepInBackward:
 
     @property
     def num_stepped(self) -> int:
-        """Return how many parameters were stepped since the last `step()`; not 0: the weights are partly updated."""
+        """Return how many parameters were stepped since the last `step()`; above 0, the weights are partly updated."""
         return len(self._stepped)
 
     @property

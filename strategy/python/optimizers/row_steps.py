@@ -14,12 +14,12 @@ from weft.strategy.data_parallel.local import local_shard
 # The bytes of a gradient that exist at a time. A block of this size stays in the caches until it is used; products of
 # fewer rows are slow.
 _BLOCK_BYTES = 1 << 20
-# Optimizers whose states begin as zeros; the momentum of SGD begins as the first gradient.
+# Optimizers whose elementwise states begin as zeros; the momentum of SGD begins as the first gradient.
 _FROM_ZERO = (Adam, AdamW)
 
 
 class RowSteps:
-    """Steps weights of an optimizer that treats each element alone (Adam, AdamW, SGD), block of rows by block of rows.
+    """Steps weights in blocks of rows, by an optimizer that updates each element alone (Adam, AdamW, SGD).
 
     `optimizer.state` ends up as after a step of the full weight.
     """
@@ -34,9 +34,9 @@ class RowSteps:
         """
         Args:
             optimizer: its states are used, and created at a weight's first step.
-            step: called with a parameter and some of its rows, which have their gradient; steps these rows.
-            before_step: called with the rows before that.
-            block_bytes: the bytes of a gradient that exist at a time; at least one row.
+            step: called with a parameter and a block of its rows, which has its gradient; steps this block.
+            before_step: called with the block before `step`.
+            block_bytes: the bytes of the gradient of a block; a block has at least one row.
         """
         self._optimizer = optimizer
         self._step = step
@@ -74,7 +74,10 @@ class RowSteps:
             self._optimizer.state[parameter].update(after)
 
     def _states_before(self, parameter: Tensor, weight: Tensor) -> dict[str, Any]:
-        """Return the optimizer's states of a parameter; before its first step zeros, if states begin as zeros."""
+        """Return the optimizer's states of a parameter; before its first step, those that a step would begin with.
+
+        SGD has none before its first step.
+        """
         states = {name: value for name, value in self._optimizer.state.get(parameter, {}).items() if value is not None}
         if states or not isinstance(self._optimizer, _FROM_ZERO):
             return states

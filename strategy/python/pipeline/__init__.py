@@ -1,6 +1,7 @@
-"""weft.strategy.pipeline: pipeline parallelism; a model's layers are split into stages, each on its own ranks.
+"""weft.strategy.pipeline: pipeline parallelism; a model's layers are divided into stages; a rank has one or several.
 
-`Schedule` lists the actions of each rank: generated, checked, simulated and lowered by C++ (docs/schedules.md).
+`Schedule` lists the actions of each rank; C++ generates, checks and simulates it, and adds sends and receives
+(docs/schedules.md).
 
 Start reading with `pipeline.py` (a step), then `runner.py` (one rank's list of actions), `trunk.py` (a stage's part of
 a forward) and `recording.py` (the tensors sent between stages). `stages.py` assigns layers to stages, `choose.py`

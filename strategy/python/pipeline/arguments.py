@@ -51,8 +51,8 @@ def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         return mesh.get_group()
     if PIPELINE_AXIS not in (mesh.mesh_dim_names or ()):
         raise ValueError(
-            f"pipeline: the mesh has the axes {mesh.mesh_dim_names}; pass one of one axis, or with an axis named "
-            f"{PIPELINE_AXIS!r}."
+            f"pipeline: the mesh has the axes {mesh.mesh_dim_names}; pass a mesh of one axis, or one with an axis "
+            f"named {PIPELINE_AXIS!r}."
         )
     return mesh.get_group(PIPELINE_AXIS)
 
@@ -62,8 +62,8 @@ def check_no_sequence_parallel(model: nn.Module) -> None:
     name = next((name for name, state in states.items() if state is not None and state.sequence_role is not None), None)
     if name is not None:
         raise ValueError(
-            f"pipeline: the plan has {name!r} work on parts of the sequence, which no stage can hand to the next; use "
-            "a plan without sequence_parallel."
+            f"pipeline: the plan shards the activations of {name!r} along the sequence, which stages do not support; "
+            "use a plan without sequence_parallel."
         )
 
 

@@ -25,8 +25,10 @@ class AutoCuts:
     stages_per_rank: None: 2 for the schedules "interleaved" and "looped_bfs", 1 for the others.
     example: arguments of the model's forward for one micro-batch (a tuple of positional ones, a dict of keywords, or
         the only one). Stages are balanced by its floating-point operations, and the limit includes activations.
-        None: stages are balanced by their layers' parameters, except those of embeddings.
-    memory_limit: the largest number of bytes of a rank. None: the memory of its CUDA device, and no limit on CPU.
+        None: the Trainer uses the LightningModule's `example_input_array`; without one, stages are balanced by their
+        layers' parameters, except those of embeddings.
+    memory_limit: the largest number of bytes of a rank. None: the memory of the first rank's CUDA device, which is
+        ignored if no cut satisfies it; no limit on CPU.
     state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
 
     Raises:
@@ -92,7 +94,7 @@ def agree_on_cuts(
     forward: Callable[[], Any] | None = None,
     parameter_shards: int = 1,
 ) -> Choice:
-    """Return the cuts that the mesh's first rank chooses, the same on all of its ranks; collective.
+    """Return the cuts that the mesh's first rank chooses, the same on all ranks of the mesh; collective.
 
     Args:
         model: full, on every rank.
@@ -101,8 +103,8 @@ def agree_on_cuts(
         schedule, num_ranks, num_micro_batches: of the pipeline.
         device: of this rank; the memory of a CUDA device is the limit if `auto` has none, and is ignored if no cut
             satisfies it, because the memory of training is an estimate.
-        forward: calls the model once, as for a micro-batch; used if `auto` has no example and the operations of the
-            call can be counted.
+        forward: calls the model once, as for a micro-batch; used if `auto` has no example. If the operations of the
+            call cannot be counted, parameters are.
         parameter_shards: the number of ranks over which the parameters of a stage are sharded.
 
     Raises:

@@ -38,9 +38,9 @@ def backward_input(
 ) -> tuple[list[Tensor | None], WeightHalf]:
     """Return the gradients of `inputs` (leaves), and the remaining half; without `may_split`, nothing remains.
 
-    A weight that several nodes between outputs and inputs use directly gets its gradient here, because only a run
-    through all of them adds it up. If a weight is also reached through another weight's nodes, the full backward runs
-    here.
+    The gradient of a weight that several nodes between outputs and inputs use directly is computed here, because only a
+    run through all of them sums it; the remaining half accumulates it. If such a weight is also reached through nodes
+    that lead only to weights, the full backward runs here.
     """
     graph = _Graph([output.node for output in outputs], inputs)
     if not (may_split and graph.can_be_split):
@@ -131,7 +131,7 @@ class WeightHalf:
     """The second half of a backward; keeps the graph until it has run.
 
     junctions: nodes, with the edges along which their weights' gradients flow.
-    arrived: the gradients that arrived at those that were reached.
+    arrived: the junctions that the first half reached, with the gradients that arrived there.
     initial: further edges to start from, with their gradients.
     """
 

@@ -124,7 +124,10 @@ def _measured(
 
 
 def _by_parameters(model: nn.Module, names: list[str]) -> list[LayerProfile]:
-    """Return profiles by parameters: a token takes operations in proportion to the parameters of matrix products."""
+    """Return profiles whose `forward` is the number of parameters without those of embeddings.
+
+    The operations for one token are in proportion to the parameters of matrix products.
+    """
     layers = []
     for name in names:
         layer = model.get_submodule(name)
@@ -135,7 +138,7 @@ def _by_parameters(model: nn.Module, names: list[str]) -> list[LayerProfile]:
 
 
 def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any]) -> list[LayerProfile]:
-    """Return the layers in call order; one without parameters cannot begin a stage and counts with the one before."""
+    """Return the layers in call order; a layer without parameters cannot begin a stage and counts with the previous."""
     with torch.enable_grad(), preserving_all_random_states():
         profiles = profile_layers(model, None, lambda _: _total(forward()), measure=FLOPS)
     called: list[LayerProfile] = []
@@ -150,7 +153,10 @@ def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any
 
 
 def _in_order(called: list[LayerProfile], names: list[str]) -> list[LayerProfile]:
-    """Leave out layers registered before a layer that is called earlier: a stage cannot begin at them."""
+    """Merge each layer that is registered before an earlier called one into the layer called before it.
+
+    A stage cannot begin at such a layer.
+    """
     layers: list[LayerProfile] = []
     for layer in called:
         if layers and names.index(layer.name) < names.index(layers[-1].name):
@@ -173,19 +179,19 @@ def _total(outputs: Any) -> Tensor:
     """Return a scalar that depends on all outputs."""
     leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves:
-        raise ValueError("the forward gives no tensor with a gradient")
+        raise ValueError("the forward returns no tensor that requires a gradient")
     return torch.stack([leaf.sum() for leaf in leaves]).sum()
 
 
 def _stages_by_call_order(model: nn.Module, cuts: Sequence[str], call_order: Sequence[str]) -> dict[str, int]:
-    """Return the stages of the layers for which the order of registration gives another stage."""
+    """Return the stages by call order of the layers that have another stage by the order of registration."""
     stage, called = 0, {}
     for name in call_order:
         stage += name in cuts
         called[name] = stage
     moved = {}
-    for layer, own in find_layers(model, cuts).stage_of.items():
+    for layer, registered_stage in find_layers(model, cuts).stage_of.items():
         stages = {stage for name, stage in called.items() if name == layer or name.startswith(f"{layer}.")}
-        if own != ANY_STAGE and len(stages) == 1 and own not in stages:
+        if registered_stage != ANY_STAGE and len(stages) == 1 and registered_stage not in stages:
             moved[layer] = stages.pop()
     return moved

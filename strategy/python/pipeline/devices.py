@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from weft.strategy.pipeline.layer_calls import LayerCall, Mode, intercept_calls, run_in_mode
+from weft.strategy.pipeline.layer_calls import InterceptedLayer, Mode, intercept_calls, run_in_mode
 from weft.strategy.pipeline.recording import name_of, writes_in_place
 from weft.strategy.pipeline.staged_model import staged_model_of, tied_parameters
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers, find_layers
 
 _KEY = "_weft_devices"
+# Functions of torch whose arguments may be on different devices.
 _ACROSS_DEVICES = ("to", "copy_", "__setitem__", "cpu", "cuda")
 
 
@@ -50,53 +51,56 @@ def spread_over_devices(
             f"pipeline: {len(cuts)} cuts make {len(cuts) + 1} stages, and there are {len(devices)} devices; pass one "
             "for each stage."
         )
-    order = [torch.device(device) for device in devices]
+    stage_devices = [torch.device(device) for device in devices]
     layers = find_layers(model, cuts, layer_stages)
     stage_of = _stages_with_tied_layers(model, layers)
     for name, stage in stage_of.items():
         layer = model.get_submodule(name)
         if stage != ANY_STAGE:
-            layer.to(order[stage])
+            layer.to(stage_devices[stage])
         intercept_calls(layer, name, stage)
     for name, stage in layers.parameter_stages.items():
         holder = model.get_submodule(name.rpartition(".")[0])
-        _move_parameter(holder, name.rpartition(".")[2], order[stage])
-    model.__dict__[_KEY] = order
+        _move_parameter(holder, name.rpartition(".")[2], stage_devices[stage])
+    model.__dict__[_KEY] = stage_devices
     cls = type(model)
     model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
     return model
 
 
 class _Root:
-    """The forward of a model on several devices; comes before the model's class among the bases."""
+    """The forward of a model on several devices, and the first base of its class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return run_in_mode(_MovingMode(self.__dict__[_KEY]), lambda: super(_Root, self).forward(*args, **kwargs))  # type: ignore[misc]
 
 
 class _MovingMode(Mode):
-    """Moves the arguments of a layer, or of a function between layers, to one device."""
+    """Moves the arguments of a layer, or of a function between layers, to one device.
 
-    def __init__(self, order: list[torch.device]) -> None:
+    stage_devices: the device of each stage.
+    """
+
+    def __init__(self, stage_devices: list[torch.device]) -> None:
         super().__init__()
-        self._order = order
+        self._stage_devices = stage_devices
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
         if name not in _ACROSS_DEVICES:
             found = {leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if _needs_move(leaf)}
             if len(found) > 1:
-                target = args[0].device if writes_in_place(name) else max(found, key=self._stage_of)
+                target = args[0].device if writes_in_place(name) else max(found, key=self._last_stage_on)
                 args, kwargs = _to_device((args, kwargs), target)
         return func(*args, **kwargs)
 
-    def _stage_of(self, device: torch.device) -> int:
-        return max((stage for stage, each in enumerate(self._order) if each == device), default=-1)
+    def _last_stage_on(self, device: torch.device) -> int:
+        return max((stage for stage, each in enumerate(self._stage_devices) if each == device), default=-1)
 
-    def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_layer(self, layer: InterceptedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stage = layer._weft_layer[1]
         if stage != ANY_STAGE:
-            args, kwargs = _to_device((args, kwargs), self._order[stage])
+            args, kwargs = _to_device((args, kwargs), self._stage_devices[stage])
         return self._without_interception(lambda: layer.call_directly(args, kwargs))
 
 

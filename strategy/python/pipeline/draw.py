@@ -100,11 +100,11 @@ def _draw_timeline(axes: Any, ranks: Sequence[Sequence[Span]], end: float, title
 
 
 def _draw_in_flight(axes: Any, ranks: Sequence[Sequence[Span]], end: float, unit: str) -> None:
-    keeps = any(span.action.kind != "F" for spans in ranks for span in spans)
+    has_backward = any(span.action.kind != "F" for spans in ranks for span in spans)
     for rank, spans in enumerate(ranks):
         times, counts = [0.0], [0]
         for span in spans:
-            if not keeps:  # an evaluation: a micro-batch is in flight only during its forward
+            if not has_backward:  # an evaluation: a micro-batch is in flight only during its forward
                 times += [span.start, span.end]
                 counts += [1, 0]
                 continue

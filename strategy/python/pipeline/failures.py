@@ -14,9 +14,10 @@ _pipeline_numbers = itertools.count()  # counts this process's pipelines
 class Failures:
     """The first failure of a step, published in the job's store.
 
-    Code after the model's call runs only on the last stage, so only that stage raises its errors. The other stages
-    see that its process has ended, and find the reason here. This requires that every rank creates its pipelines in the
-    same order and takes the same steps; otherwise nothing is found.
+    A layer runs only on the rank of its stage, and code after the model's call only on that of the last stage, so only
+    this rank raises the code's errors. The other ranks find that its process has ended, and read the reason here. This
+    requires that every rank creates its pipelines in the same order and runs the same steps; otherwise a rank does not
+    find the reason.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,7 @@ class Failures:
 
     @contextlib.contextmanager
     def report_failures(self) -> Iterator[None]:
-        """Publish errors inside, a step, to the other ranks; a lost peer's error quotes the published one."""
+        """Enclose a step: publish its error to the other ranks, and quote the published error in a DistError."""
         if self._is_reporting:  # a caller is publishing already
             yield
             return
@@ -38,7 +39,7 @@ class Failures:
             cause = self._published_failure()
             if cause is None:
                 raise
-            raise type(error)(f"{cause}; rank {dist.get_rank()}, which waited, had this: {error}") from None
+            raise type(error)(f"{cause}; rank {dist.get_rank()}, which waited for it, raised: {error}") from None
         except Exception as error:
             self._publish(error)
             raise

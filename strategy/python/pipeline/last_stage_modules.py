@@ -1,4 +1,4 @@
-"""The modules beside a module in stages, in the module that holds both: they exist only on the last stage."""
+"""The parameters beside a module in stages, in the module that holds both: they exist only on the last stage."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from weft.strategy.sharding.state import child_of
 
 
 class LastStageModules:
-    """Removes the modules beside a module in stages from ranks without the last stage, in place.
+    """Removes the parameters beside a module in stages from ranks without the last stage, in place.
+
+    Placeholders replace the modules that have parameters, and the parameters of modules that hold the one in stages.
 
     root: holds the module `name`, which is already in stages; for example a LightningModule. "": `root` itself is in
         stages, and there are no modules beside it.
-    has_last_stage: whether this rank keeps all modules.
+    has_last_stage: whether this rank has the last stage and so keeps all parameters.
     """
 
     def __init__(self, root: nn.Module, name: str, has_last_stage: bool) -> None:
@@ -34,7 +36,7 @@ class LastStageModules:
             for own_name, module in _modules_beside(root, name)
             if any(True for _ in module.parameters())
         }
-        if has_last_stage:  # it copies, too, so that all ranks raise if a copy fails
+        if has_last_stage:  # this rank made the placeholders, too, so that all ranks raise if a copy fails
             return
         for own_name, module in placeholders.items():
             parent, _, child = own_name.rpartition(".")
@@ -51,7 +53,10 @@ class LastStageModules:
         return dict(_parameters_beside(self._root, self._name))
 
     def forbidding_use(self) -> TorchFunctionMode:
-        """Return a mode in which using these parameters raises: before the model's call, other ranks lack them."""
+        """Return a mode in which using `parameters` raises.
+
+        It is for code before the call of the module in stages, which also runs on ranks without these parameters.
+        """
         return _ForbiddenUse(self.parameters, self._name)
 
 
@@ -114,8 +119,8 @@ class _ForbiddenUse(TorchFunctionMode):
 
 def _unavailable_error(name: str, staged_name: str, error: type[Exception]) -> Exception:
     return error(
-        f"pipeline: '{name}' is beside '{staged_name}' and so on the last stage alone; use it in a step after the call "
-        f"of '{staged_name}', put it inside, or cut the module that holds both."
+        f"pipeline: '{name}' is outside of '{staged_name}' and therefore only on the last stage; use it in a step "
+        f"after the call of '{staged_name}', move it into '{staged_name}', or divide the module that holds both."
     )
 
 

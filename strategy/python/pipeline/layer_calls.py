@@ -18,7 +18,7 @@ class Mode(TorchFunctionMode, abc.ABC):
     """Intercepts what a forward calls between its layers."""
 
     @abc.abstractmethod
-    def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_layer(self, layer: InterceptedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of a layer's call."""
 
     def _without_interception(self, function: Callable[[], Any]) -> Any:
@@ -30,8 +30,8 @@ class Mode(TorchFunctionMode, abc.ABC):
             self.__enter__()
 
 
-class LayerCall:
-    """A layer whose calls a mode intercepts; the first base of its class. `intercept_calls` makes these classes."""
+class InterceptedLayer:
+    """The first base of the class that `intercept_calls` gives a layer: the active mode handles the layer's calls."""
 
     _weft_layer: tuple[str, int]  # its name and stage
 
@@ -40,8 +40,8 @@ class LayerCall:
         if mode is None:
             if any(isinstance(argument, FakeTensor) for argument in (*args, *kwargs.values())):
                 raise RuntimeError(
-                    f"pipeline: the layer {self._weft_layer[0]!r} was called again outside of the forward, with what "
-                    "stands for a value of another stage, as a checkpoint between layers does; use "
+                    f"pipeline: the layer {self._weft_layer[0]!r} was called outside of the forward with a fake tensor "
+                    "of another stage, as torch.utils.checkpoint between layers does; use "
                     "weft.strategy.checkpoint_activations, or checkpoint inside of the layer."
                 )
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -55,11 +55,11 @@ _classes: dict[type, type] = {}
 
 
 def intercept_calls(layer: nn.Module, name: str, stage: int) -> None:
-    """Intercept a layer's calls; its class becomes a subclass of itself with the same name."""
-    if not isinstance(layer, LayerCall):
+    """Intercept a layer's calls: replace its class by a subclass with the same name."""
+    if not isinstance(layer, InterceptedLayer):
         cls = type(layer)
         if cls not in _classes:
-            _classes[cls] = type(cls.__name__, (LayerCall, cls), {"__module__": cls.__module__})
+            _classes[cls] = type(cls.__name__, (InterceptedLayer, cls), {"__module__": cls.__module__})
         layer.__class__ = _classes[cls]
     layer.__dict__["_weft_layer"] = (name, stage)
 
@@ -67,9 +67,11 @@ def intercept_calls(layer: nn.Module, name: str, stage: int) -> None:
 def run_in_mode(mode: Mode, forward: Callable[[], Any]) -> Any:
     """Call a forward; `mode` intercepts the calls of its layers."""
     if active_mode.get() is not None:
-        raise RuntimeError("pipeline: a model in stages was called inside of another's forward; call them in turn.")
+        raise RuntimeError(
+            "pipeline: a model in stages was called inside the forward of another one; call one after the other."
+        )
     token = active_mode.set(mode)
-    # The fast path of nn.TransformerEncoder depends on the kind of its inputs, and fake tensors are another kind.
+    # nn.TransformerEncoder takes its fast path for some types of inputs only; recordings and runs have different types.
     has_fast_path = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -40,9 +40,9 @@ def links_enabled() -> bool:
 
 
 def link_stages(group: dist.ProcessGroup, peers: Sequence[int], device: torch.device) -> None:
-    """Send messages of tensors on a CUDA device by NCCL, if that is wanted; collective over the pairs.
+    """Link this rank's CUDA device to its peers' by NCCL, if `links_enabled`; each peer must call it, too.
 
-    Otherwise they are copied through host memory, as messages between ranks that share a device must be.
+    Without links, messages are copied through host memory, which ranks that share a device need.
     """
     if device.type == "cuda" and links_enabled():
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -17,7 +17,7 @@ from weft.strategy._plan import deal_samples
 
 
 def batch_size_of(batch: Any) -> int:
-    """Return the number of samples: the size along dim 0 that most tensors of a batch have.
+    """Return the number of samples: the most frequent size along dim 0 of the tensors of a batch.
 
     Raises:
         ValueError: no tensor has a dim, or several sizes are equally frequent.
@@ -42,8 +42,8 @@ def split_batch(batch: Any, num_micro_batches: int, shares: Sequence[float] | No
     """Split every tensor that has the batch's size along dim 0; other values are in every micro-batch.
 
     Dicts and other mappings (BatchEncoding, too), lists, tuples, named tuples and dataclasses keep their types. Lists
-    and tuples without tensors, with one item per sample (names, texts), are split as well. The micro-batches are views,
-    in proportion to `shares` or as even as possible, the first ones larger.
+    and tuples without tensors, with one item per sample (names, texts), are split as well. The tensors of micro-batches
+    are views. The sizes are in proportion to `shares` or as even as possible, the first ones larger.
 
     Raises:
         ValueError: see `batch_size_of`; fewer samples than micro-batches.
@@ -61,7 +61,7 @@ def split_batch(batch: Any, num_micro_batches: int, shares: Sequence[float] | No
 
 
 def first_samples(batch: Any, num_samples: int) -> Any:
-    """Return the first samples of a batch, which is divided as by `split_batch`."""
+    """Return a batch with only its first samples, found in the tensors and lists that `split_batch` splits."""
     size = batch_size_of(batch)
     return _map(lambda value: value[:num_samples] if _has_samples(value, size) else value, batch)
 
@@ -113,21 +113,22 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
     return value
 
 
-def signature(value: Any, *, has_contents: bool = True) -> Any:
+def signature(value: Any, *, with_contents: bool = True) -> Any:
     """Return a hashable key of arguments without the values of tensors; equal for those that a forward treats alike.
 
-    Without contents, numbers and texts count by their types only: their effect shows in the arguments of a call.
+    `with_contents`: include the values of numbers and texts. False is for a batch: values that matter reach the
+    arguments of the model's call, whose signature includes them.
     """
     if isinstance(value, Tensor):
         return ("tensor", tuple(value.shape), value.dtype, value.device.type, value.requires_grad)
     if isinstance(value, Mapping):
-        items = ((key, signature(item, has_contents=has_contents)) for key, item in value.items())
+        items = ((key, signature(item, with_contents=with_contents)) for key, item in value.items())
         return (type(value), tuple(items))
     if isinstance(value, (list, tuple)):
-        return (type(value), tuple(signature(item, has_contents=has_contents) for item in value))
+        return (type(value), tuple(signature(item, with_contents=with_contents) for item in value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
-        items = ((f.name, signature(getattr(value, f.name), has_contents=has_contents)) for f in fields)
+        items = ((f.name, signature(getattr(value, f.name), with_contents=with_contents)) for f in fields)
         return (type(value), tuple(items))
-    has_value = has_contents and isinstance(value, (int, float, str, bool))
+    has_value = with_contents and isinstance(value, (int, float, str, bool))
     return value if has_value or value is None else type(value)

@@ -35,12 +35,12 @@ from weft.strategy.sharding.shards import TENSOR_PARALLEL
 from weft.strategy.verification.evidence import drop_rehearsal, store_rehearsal
 
 _log = logging.getLogger(__name__)
-_MAX_PATHS = 16  # recordings of one kind of inputs
-_MAX_RECORDED = 256  # kinds of inputs; inputs of varying lengths have many
+_MAX_RECORDINGS_PER_KEY = 16  # one for each path of the code between layers
+_MAX_KEYS = 256  # of recordings; batches of varying lengths have many
 
 Step = Callable[[Any], Any]
 Split = Callable[[Any, int], Sequence[Any]]
-Weight = Callable[[Any], float]
+LossWeight = Callable[[Any], float]
 
 
 class Pipeline:
@@ -52,15 +52,16 @@ class Pipeline:
         mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel"; its group must have a backend for CPU
             tensors, over which messages are announced.
         cuts: the names of the first module of each stage but the first; see `stages.find_layers`. The number of stages
-            is that of the ranks, or a multiple of it: stage s is on rank s % ranks. "auto", or an `AutoCuts`: chosen to
-            minimise the time of the slowest stage, the same on every rank of the mesh.
+            is the number of ranks or a multiple of it; stage s is on rank s % ranks, unless a `Schedule` is given that
+            places it elsewhere. "auto", or an `AutoCuts`: the cuts are chosen to minimise the time of the slowest
+            stage, the same on every rank of the mesh.
         schedule: one of `SCHEDULES`, or a `Schedule` without communication for these ranks and stages; a step with
-            fewer micro-batches runs its first ones.
-        num_micro_batches: of a step; a batch with fewer samples has one for each. Default: that of a given `Schedule`,
-            else twice the number of ranks.
-        micro_batch_shares: their relative sizes, in place of their number: for [1, 2, 1] the second of three
-            micro-batches has half of the samples. Smaller micro-batches at the ends shorten the pipeline's warm-up and
-            drain; see `tune`.
+            fewer micro-batches than the `Schedule` runs only the first ones.
+        num_micro_batches: in a step; a batch with fewer samples has one micro-batch per sample. Default: that of a
+            given `Schedule`, else twice the number of ranks.
+        micro_batch_shares: the relative sizes of the micro-batches, in place of their number: for [1, 2, 1] the second
+            of three micro-batches has half of the samples. Smaller micro-batches at the ends shorten the pipeline's
+            warm-up and drain; see `tune`.
         layer_stages: the stages of layers that the model registered in another order than it calls them.
         beside: the names of modules of the model that its forward does not call, such as metrics: every rank keeps
             them in full.
@@ -70,8 +71,10 @@ class Pipeline:
     Build optimizers afterwards: each rank's `model.parameters()` are those of its stages.
 
     Raises:
-        ValueError: cuts that do not fit the model, a model with fewer layers than "auto" needs, stages that the
-            ranks do not divide, an unknown schedule or one for other ranks or stages.
+        ValueError: cuts that do not fit the model, a model with fewer layers than "auto" needs, a number of stages that
+            is not a multiple of the ranks, an unknown schedule or one for other ranks or stages, arguments that differ
+            between ranks, or a stage that computes something else than the full model.
+        TypeError: `cuts` is a text other than "auto".
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class Pipeline:
         if len(rank_of) != num_stages:
             raise ValueError(
                 f"pipeline: the schedule has {len(rank_of)} stages and the cuts make {num_stages}; pass a schedule for "
-                "as many."
+                f"{num_stages} stages."
             )
         own_stages = [stage for stage in range(num_stages) if rank_of[stage] == self._group.rank()]
         self._rank_of = rank_of
@@ -139,7 +142,7 @@ class Pipeline:
         peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])
         link_stages(self._group, peers, device or parameter_device)
         self._runner = Runner(self._staged, self._group)
-        # The strategies' steps do more than those here, and also publish failures of that.
+        # Public: a strategy's step runs more code than `step` does, and publishes failures of that code, too.
         self.failures = Failures()
         self._recordings: dict[Any, list[Recording]] = {}
         self._intercepts_calls = False
@@ -147,20 +150,20 @@ class Pipeline:
     @staticmethod
     def _verify(model: nn.Module, layers: Layers, mesh: DeviceMesh, verify: str) -> None:
         all_axes = mesh._get_root_mesh()
-        has_plan = TENSOR_PARALLEL in (all_axes.mesh_dim_names or ()) and all_axes[TENSOR_PARALLEL].size() > 1
-        if verify == "never" and not has_plan:
+        has_tensor_ranks = TENSOR_PARALLEL in (all_axes.mesh_dim_names or ()) and all_axes[TENSOR_PARALLEL].size() > 1
+        if verify == "never" and not has_tensor_ranks:
             return
         rehearsal = store_rehearsal(model)
         if verify != "never":
             verify_cuts(model, layers, rehearsal)
-        if not has_plan:  # otherwise a plan is applied later, when this rank has only some layers
+        if not has_tensor_ranks:  # otherwise a plan is applied later, when this rank has only some layers
             drop_rehearsal(model)
 
     def fully_shard(self, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> None:
         """Shard the parameters of this rank's layers over data-parallel ranks, by FSDP2, after `parallelize`.
 
-        Gradients are averaged over these ranks at the end of each step. A rank gathers the layers of a stage when the
-        schedule says so, of at most two stages at a time, and keeps unsharded gradients until the end of the step.
+        Gradients are averaged over these ranks at the end of each step and stay unsharded until then. Actions of the
+        schedule gather and free a stage's parameters; a rank has unsharded ones of at most two stages at a time.
 
         Args:
             mesh: the data-parallel axis, or (replicas, data-parallel) axes, of the mesh that the model is on.
@@ -168,11 +171,11 @@ class Pipeline:
 
         Raises:
             ValueError: fully_shard was applied already.
-            RuntimeError: this torch's FSDP2 cannot reduce gradients when it is told to.
+            RuntimeError: this torch's FSDP2 has no `finalize_backward`.
         """
         self._runner.sharding = ShardedStages(self._staged, mesh, mp_policy)
         self._lowered.clear()
-        self._recordings.clear()  # recordings were allowed to read any parameter before
+        self._recordings.clear()  # without sharding, the code between layers may read parameters of any layer
 
     @property
     def num_micro_batches(self) -> int:
@@ -218,7 +221,7 @@ class Pipeline:
 
     @property
     def is_recording(self) -> bool:
-        """Return whether a step runs only up to the model's call, to record its arguments."""
+        """Return whether a step is running that ends at the model's call: it only records or compares the call."""
         return self._staged.is_recording
 
     @property
@@ -232,11 +235,11 @@ class Pipeline:
 
     @property
     def trace(self) -> list[Span]:
-        """Return this rank's computations in the last step, in seconds from its beginning."""
+        """Return this rank's computations in the last step or evaluation, in seconds from its beginning."""
         return self._runner.trace
 
     def traces(self) -> list[list[Span]]:
-        """Return the traces of all ranks, in seconds from the earliest beginning, as `draw` takes them; collective.
+        """Return the traces of all ranks, in seconds from the earliest beginning on any rank; collective.
 
         Times on different hosts differ by the offset of the hosts' clocks.
         """
@@ -260,7 +263,11 @@ class Pipeline:
         return self._runner.memory_before
 
     def schedule(self, num_micro_batches: int, *, forward_only: bool = False) -> Schedule:
-        """Return the schedule of a step, with its sends and receives."""
+        """Return the schedule of a step, with its sends and receives, and with UNSHARD and RESHARD if fully sharded.
+
+        Raises:
+            ValueError: the pipeline's `Schedule` is for other ranks or for fewer micro-batches.
+        """
         key = (num_micro_batches, forward_only)
         if key not in self._lowered:
             schedule = self._schedule
@@ -271,8 +278,8 @@ class Pipeline:
             elif schedule.num_ranks != self._group.size() or schedule.num_micro_batches < num_micro_batches:
                 raise ValueError(
                     f"pipeline: the schedule is for {schedule.num_ranks} ranks and {schedule.num_micro_batches} "
-                    f"micro-batches, and {self._group.size()} ranks have {num_micro_batches}; pass one that fits, or "
-                    "a schedule's name."
+                    f"micro-batches, and the pipeline has {self._group.size()} ranks and {num_micro_batches} "
+                    "micro-batches; pass one that fits, or a schedule's name."
                 )
             elif schedule.num_micro_batches > num_micro_batches:
                 schedule = schedule.first_micro_batches(num_micro_batches)
@@ -291,7 +298,7 @@ class Pipeline:
         loss_fn: Step,
         *,
         split: Split = split_batch,
-        weight: Weight = batch_size_of,
+        weight: LossWeight = batch_size_of,
         scale: float = 1.0,
     ) -> Tensor:
         """Run forward and backward of one batch in micro-batches; gradients are accumulated. Collective.
@@ -299,7 +306,9 @@ class Pipeline:
         Args:
             batch: the same on every rank of the pipeline.
             loss_fn: given a micro-batch, calls the model once and returns its loss, a scalar. It runs on every stage,
-                up to the model's call on all but the last, and once more for the first micro-batch and for new shapes.
+                up to the model's call on all but the last. It also runs up to that call before the schedule: for the
+                first micro-batch, to make each new recording and, if the code between layers reads values of the
+                inputs, to compare each micro-batch with the recordings.
             split: splits the batch into the given number of micro-batches, of sizes that it chooses.
             weight: the relative weight of a micro-batch's loss. Default: the number of its samples, which is exact for
                 losses that are means over samples.
@@ -326,7 +335,9 @@ class Pipeline:
 
         def root_of(i: int, loss: Any) -> Tensor:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise TypeError(f"pipeline: the step gave a {type(loss).__name__} as loss; return one number's tensor.")
+                raise TypeError(
+                    f"pipeline: the step gave a {type(loss).__name__} as loss; return a tensor of one element."
+                )
             weighted = loss * (weights[i] / total)
             # A loss of weight 0 may be NaN, such as a mean over no tokens.
             losses.append(weighted.detach() if weights[i] > 0 else torch.zeros_like(weighted))
@@ -341,7 +352,11 @@ class Pipeline:
             return self._broadcast_from_last_stage(torch.stack(losses).sum() if losses else None)
 
     def evaluate(self, batch: Any, step: Step, *, split: Split = split_batch) -> list[Any]:
-        """Run forwards without gradients; return `step`'s result for each micro-batch, [] off the last stage's rank."""
+        """Run forwards without gradients; collective. `step` is called like `loss_fn` in `Pipeline.step`.
+
+        Returns:
+            The results of `step` for each micro-batch on the last stage's rank, [] on others.
+        """
         with torch.no_grad():
             micro_batches = self.split(batch, split)
             schedule = self.schedule(len(micro_batches), forward_only=True)
@@ -360,11 +375,10 @@ class Pipeline:
         """Scale all stages' gradients so that their common norm is at most `max_norm`; collective over the pipeline.
 
         `parameters`: those of this rank's stages that count; None: all. Tied parameters count once. Supports DTensors
-            on
-        any meshes, like `clip_gradients_by_norm`.
+        on any meshes, like `clip_gradients_by_norm`.
 
         Returns:
-            The norm before, `[]`, float64, the same on every rank.
+            The norm before scaling, `[]`, float64, the same on every rank.
         """
         return clip_gradients_by_norm(
             self.model.parameters() if parameters is None else parameters,
@@ -376,7 +390,11 @@ class Pipeline:
         )
 
     def split(self, batch: Any, split: Split | None = None) -> Sequence[Any]:
-        """Return the micro-batches into which a step would split a batch."""
+        """Return the micro-batches into which a step would split a batch.
+
+        The first call is collective, if parameters are tied: it checks that stages shard them alike. It also intercepts
+        the calls of layers, so plans must have been applied before.
+        """
         if not self._intercepts_calls:
             check_no_sequence_parallel(self.model)
             check_equal_shards(self._staged, self._group)
@@ -390,13 +408,12 @@ class Pipeline:
         return split_batch(batch, self.num_micro_batches, self._shares)
 
     def _recordings_of(self, micro_batches: Sequence[Any], step: Step) -> list[Recording]:
-        # A step may call the model in another way than for an earlier batch like this; within one batch it does not
-        # change.
+        # A step may call the model differently for two batches of equal shapes, but not for the micro-batches of one.
         call = self._staged.call_signature(step, micro_batches[0])
         return [self._recording(micro_batch, step, call) for micro_batch in micro_batches]
 
     def _recording(self, micro_batch: Any, step: Step, call: Any) -> Recording:
-        key = (signature(micro_batch, has_contents=False), call, torch.is_grad_enabled(), self.model.training)
+        key = (signature(micro_batch, with_contents=False), call, torch.is_grad_enabled(), self.model.training)
         recordings = self._recordings.setdefault(key, [])
         for recording in reversed(recordings):  # the latest recording is the likeliest match
             if self._staged.matches(recording, step, micro_batch):
@@ -406,13 +423,16 @@ class Pipeline:
         recording = self._staged.record(step, micro_batch)
         self._check_no_shard_reads(recording)
         recordings.append(recording)
-        del recordings[:-_MAX_PATHS]
-        if len(self._recordings) > _MAX_RECORDED:
+        del recordings[:-_MAX_RECORDINGS_PER_KEY]
+        if len(self._recordings) > _MAX_KEYS:
             del self._recordings[next(iter(self._recordings))]
         return recording
 
     def _check_no_shard_reads(self, recording: Recording) -> None:
-        """Raise if code between layers reads a layer that it never calls: FSDP2 would not reduce its gradients."""
+        """Raise if code between layers reads parameters of a layer that it never calls.
+
+        FSDP2 would not reduce the gradients of these parameters.
+        """
         names = self._staged.layers_only_read(recording)
         if self._runner.sharding is not None and names:
             raise ValueError(

@@ -27,7 +27,11 @@ OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclasses.dataclass(frozen=True)
 class LayerProfile:
-    """The cost of one layer for one micro-batch: seconds or operations, saved bytes, bytes of its parameters."""
+    """The cost of one layer for one micro-batch.
+
+    forward, backward: seconds, or floating-point operations.
+    activation_bytes: saved for the backward, without parameters.
+    """
 
     name: str
     forward: float
@@ -37,7 +41,10 @@ class LayerProfile:
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Return where stages may begin: the model's children, with lists, sequences and ancestors of blocks opened."""
+    """Return the names at which stages may begin: the model's children.
+
+    The children of a list, dict or Sequential of modules, and of an ancestor of repeated blocks, replace it.
+    """
     opened = set()
     for block in repeated_blocks(model):
         parts = block.split(".")[:-1]
@@ -68,7 +75,7 @@ def profile_layers(
         loss_fn: as for `Pipeline.step`.
         measure: "time", or "flops": the floating-point operations of matrix products and convolutions in place of
             seconds, counted on fake tensors, without arithmetic.
-        repeats: passes after a warm-up pass; the result has their medians.
+        repeats: for "time", passes after a warm-up pass; the result has their medians.
 
     Raises:
         ValueError: the step calls none of the layers, or calls one of them twice; an unknown `measure`.
@@ -205,7 +212,7 @@ def balanced_cuts(
     Args:
         profiles: the result of `profile_layers`.
         num_stages: the number of stages.
-        schedule: the schedule to be run, which determines how many micro-batches each stage keeps. Default: one.
+        schedule: the schedule to be run, which determines how many micro-batches each stage keeps. Default: one each.
         memory_limit: the most bytes of a stage: activations, and parameters with their gradients and optimizer states.
         state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
         memory_weight: 0 balances time, 1 bytes, values in between both.

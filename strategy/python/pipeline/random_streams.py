@@ -12,13 +12,12 @@ import torch
 
 
 class RandomStreams:
-    """A stream of random numbers for each micro-batch of a step: torch's, Python's and numpy's.
+    """Streams of random numbers for the micro-batches of a step: torch's, Python's and numpy's.
 
-    Its seed is drawn from torch's outer stream.
-
-    Ranks with equal generators before the step have equal ones after it, whatever their stages draw. For one
-    micro-batch all stages draw the same numbers up to their first layer, because several stages use what a step or the
-    code before layers draws; from there on each stage has a stream of its own.
+    Their seeds follow from one number, which each step draws from torch's CPU generator. Ranks with equal generators
+    before the step have equal ones after it, whatever their stages draw. For one micro-batch all stages draw the same
+    numbers up to their first layer, because several stages use the numbers that a step or the code before layers draws;
+    from there on each stage has a stream of its own.
     """
 
     def __init__(self) -> None:
@@ -26,13 +25,13 @@ class RandomStreams:
 
     @contextlib.contextmanager
     def of_step(self) -> Iterator[None]:
-        """Enclose a step; afterwards the generators are in their former states, except for one drawn number."""
+        """Enclose a step; it changes the states of the generators only by one number, drawn from torch's."""
         self._seed = int(torch.randint(1 << 62, ()))
         with preserving_all_random_states():
             yield
 
     def begin(self, micro_batch: int, stage: int = 0) -> None:
-        """Continue a micro-batch's stream; `stage` 0: the stream before the layers, which is also that of stage 0."""
+        """Begin a micro-batch's stream for a stage's layers; `stage` 0: for stage 0 and for all code before layers."""
         number = _mix_bits(self._seed + (stage << 32) + micro_batch)
         torch.default_generator.manual_seed(number)
         if _uses_cuda():
@@ -55,13 +54,13 @@ def _mix_bits(number: int) -> int:
 
 
 def preserving_random_state() -> contextlib.AbstractContextManager[None]:
-    """Inside, random draws do not change the generators of the CPU and of the current device."""
+    """Restore afterwards the states of torch's generators of the CPU and of the current CUDA device."""
     return torch.random.fork_rng(devices=[torch.cuda.current_device()] if _uses_cuda() else [])
 
 
 @contextlib.contextmanager
 def preserving_all_random_states() -> Iterator[None]:
-    """Also keep the states of Python's and numpy's generators."""
+    """Restore afterwards also the states of Python's and numpy's generators."""
     state = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()

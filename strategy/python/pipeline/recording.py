@@ -1,8 +1,8 @@
 """Records once, on fake tensors, what a model's forward computes between its layers.
 
 The forward of the model's *skeleton* runs: a copy of the full model in which parameters, and buffers of layers, are
-fake tensors, which have shapes and no values. A value that depends on a layer or a parameter is then a fake tensor,
-too; code between layers that depends only on the model's inputs computes on real tensors.
+fake tensors, which have shapes and no values. A value that depends on a layer of a stage or on a parameter is then a
+fake tensor, too; code between layers that depends only on the model's inputs computes on real tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from weft.strategy.pipeline.layer_calls import LayerCall, Mode, run_in_mode
+from weft.strategy.pipeline.layer_calls import InterceptedLayer, Mode, run_in_mode
 from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.random_streams import preserving_random_state
 from weft.strategy.pipeline.stages import ANY_STAGE
@@ -64,7 +64,7 @@ class Recording:
     values: the fake tensors that these calls took or returned, each once: results of layers, values computed from them,
         and parameters that code between layers reads.
     crossings: crossings[b] has the indices, in `values`, of those that cross the boundary from stage b to b + 1.
-    read_values: the values of inputs that the code between layers asked for, and on which its path may depend.
+    read_values: the Python values that code between layers read from real tensors, and on which its path may depend.
     arguments: the signature of the model's arguments.
     """
 
@@ -95,7 +95,7 @@ class _Recorder(Mode):
         super().__init__()
         self._recording = recording
         self._fake_mode = fake_mode
-        self._stage = 0  # the stage that the forward has reached
+        self._reached_stage = 0  # by the forward
         self._produced: dict[int, int] = {}  # the stage that each value comes from, by its index
         self._last_use: dict[int, int] = {}  # the last stage that uses each value, by its index
         self._versions: list[list[int]] = []  # of all values, at the time each boundary was crossed
@@ -118,23 +118,24 @@ class _Recorder(Mode):
         self._record_output(name_of(func), func, output)
         return output
 
-    def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_layer(self, layer: InterceptedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name, stage = layer._weft_layer
-        if stage != ANY_STAGE and stage < self._stage:
+        if stage != ANY_STAGE and stage < self._reached_stage:
             remedy = (
                 f"pass pipeline_cuts='auto' with an example of the inputs (to a Pipeline: "
-                f"layer_stages={{{name!r}: {self._stage}}})"
+                f"layer_stages={{{name!r}: {self._reached_stage}}})"
             )
             if any(event.callee == name for event in self._recording.events):
                 remedy = "give each stage its own module"
             raise ValueError(
-                f"pipeline: the forward calls the layer {name!r} of stage {stage} after layers of stage {self._stage}, "
-                f"and layers must be called in the order of their stages; move the cuts, or {remedy}."
+                f"pipeline: the forward calls the layer {name!r} of stage {stage} after layers of stage "
+                f"{self._reached_stage}, and layers must be called in the order of their stages; move the cuts, or "
+                f"{remedy}."
             )
-        if stage > self._stage:
+        if stage > self._reached_stage:
             # Values cross with these versions: a value with a later version was changed in place afterwards.
-            self._versions += (stage - self._stage) * [[value._version for value in self._recording.values]]
-            self._stage = stage
+            self._versions += (stage - self._reached_stage) * [[value._version for value in self._recording.values]]
+            self._reached_stage = stage
         has_fakes = self._use((args, kwargs))
         if stage == ANY_STAGE and not has_fakes:
             output = self._without_interception(lambda: layer.call_directly(args, kwargs))
@@ -152,8 +153,8 @@ class _Recorder(Mode):
         fakes = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, FakeTensor)]
         for fake in fakes:
             idx = self._recording.add(fake)
-            self._produced.setdefault(idx, self._stage_of_parameter.get(id(fake), self._stage))
-            self._last_use[idx] = self._stage
+            self._produced.setdefault(idx, self._stage_of_parameter.get(id(fake), self._reached_stage))
+            self._last_use[idx] = self._reached_stage
         return bool(fakes)
 
     def _record_output(self, name: str, callee: Any, output: Any) -> None:
@@ -162,7 +163,7 @@ class _Recorder(Mode):
             return
         fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         for fake in fakes:
-            self._produced.setdefault(self._recording.add(fake), self._stage)
+            self._produced.setdefault(self._recording.add(fake), self._reached_stage)
         self._recording.events.append(Event(name, callee, output if fakes else None, bool(fakes)))
 
     def finish(self, output: Any) -> None:
@@ -171,7 +172,7 @@ class _Recorder(Mode):
         `output`: the forward's result, which the last stage uses.
         """
         recording = self._recording
-        self._stage = recording.num_stages - 1
+        self._reached_stage = recording.num_stages - 1
         self._use(output)
         recording.crossings = [
             [idx for idx in range(len(recording.values)) if self._produced[idx] <= b < self._last_use.get(idx, -1)]
@@ -236,7 +237,7 @@ def writes_in_place(name: str) -> bool:
 
 
 def _drop_graphs(recording: Recording) -> None:
-    """Drop the graphs of fake tensors, which keep the inputs of the recording alive."""
+    """Drop the graphs of fake tensors other than views: a graph keeps the inputs of the recording alive."""
     for value in recording.values:
         if value.grad_fn is not None and not value._is_view():
             value.detach_().requires_grad_()
@@ -250,11 +251,11 @@ def record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Recording:
-    """Return a recording of a skeleton's forward; random states do not change.
+    """Return a recording of a skeleton's forward; torch's random states do not change.
 
     Args:
         skeleton: the model with fake tensors, whose layers' calls are intercepted (`intercept_calls`).
-        num_stages: of the pipeline.
+        num_stages: the number of stages of the pipeline.
         fake_mode: the mode of the skeleton's fake tensors.
         stage_of_parameter: the stage of each parameter, by the id of its fake tensor.
         args, kwargs: the real arguments of the forward.

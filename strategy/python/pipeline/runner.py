@@ -1,4 +1,4 @@
-"""Executes one rank's list of actions of a lowered schedule: forwards, backwards, sends and receives."""
+"""Executes one rank's actions of a schedule: forwards, backwards, sends, receives, gathers and frees of parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class _SavedState:
     """The state that a stage keeps for a micro-batch between its forward and its backward."""
 
     inputs: list[Tensor]  # leaves that require gradients, in the order in which they cross
-    outputs: list[GradientEdge | None]  # of outputs that require gradients, in the same order; for a loss, one
+    # Edges of the outputs that were recorded as requiring gradients, in the order in which they cross; None: an output
+    # does not require one now. On the last stage: the edge of the loss.
+    outputs: list[GradientEdge | None]
     seed: Tensor | None = None  # the gradient of the loss
     weight_half: WeightHalf | None = None
 
@@ -43,8 +45,8 @@ class Work:
     micro_batches: in the form that `step` takes.
     recordings: the recorded forward of each micro-batch.
     step: called once for each stage and micro-batch; on the last stage it returns the value that `root_of` takes.
-    root_of: returns the weighted loss, a scalar, from a micro-batch's number and the step's result: the root of its
-        backward. None: there is no backward, and the step's results are the run's.
+    root_of: returns the root of a micro-batch's backward, its weighted loss, from the micro-batch's index and the
+        step's result. None: there is no backward, and the run returns the step's results.
     """
 
     micro_batches: Sequence[Any]
@@ -57,12 +59,12 @@ class Runner:
     """Runs schedules on one rank of a pipeline's group.
 
     staged: this rank's stages.
-    group: the ranks of the pipeline, whose ranks are those of the schedules.
+    group: the ranks of the pipeline, numbered as in the schedules.
     sharding: gathers and frees the layers of stages, if they are sharded over data-parallel ranks.
-    begun: the clock when the last run began.
-    trace: the computations of the last run, in seconds from its beginning.
-    memory: the bytes that this process held after each of them, and `memory_before` those before the first, if memory
-        is counted (`weft.memory.track`); else empty.
+    begun: `time.time()` when the last run began.
+    trace: the computations of the last run that succeeded, in seconds from its beginning.
+    memory: the bytes that this process held after each of them, if memory is counted (`weft.memory.track`); else empty.
+    memory_before: the bytes that it held before the last run; 0 if memory is not counted.
     """
 
     def __init__(self, staged: StagedModel, group: dist.ProcessGroup) -> None:
@@ -78,12 +80,16 @@ class Runner:
         self._streams = RandomStreams()
 
     def run(self, schedule: Schedule, work: Work) -> list[Any]:
-        """Run this rank's list; without a `root_of`, return the step's results on the rank of the last stage."""
+        """Run this rank's actions.
+
+        Returns:
+            Without a `root_of`, on the rank of the last stage: the results of `work.step` by micro-batch; else [].
+        """
         self.memory_before = memory.current() if memory.is_tracking() else 0
         if self._has_failed:
             raise RuntimeError(
-                "pipeline: a step before this one failed, with messages under way that the next would take for its "
-                "own; start the processes again."
+                "pipeline: an earlier step failed and may have left messages in flight, which this step would receive; "
+                "restart the processes."
             )
         self._has_failed = True
         run = _Run(self, schedule, work)
@@ -134,7 +140,8 @@ class _Run:
             return
         _METHODS[action.kind](self, action.stage, action.micro_batch)
 
-    def _backward_begins(self) -> float:
+    def _begin_backward(self) -> float:
+        """Return the time at which a backward begins, and begin that phase of the memory count."""
         if memory.is_tracking():
             memory.begin_phase("backward", "scratch")
         return time.perf_counter()
@@ -182,7 +189,7 @@ class _Run:
         else:
             assert sent is not None
             outputs, seed = self._checked_edges(stage, i, sent), None
-            self._outputs[stage, i] = [_copy_to_send(value) for value in sent]
+            self._outputs[stage, i] = [_tensor_to_send(value) for value in sent]
         if self._has_backward:
             inputs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
             self._saved[stage, i] = _SavedState(inputs, outputs, seed)
@@ -209,7 +216,7 @@ class _Run:
 
     def _backward(self, stage: int, i: int) -> None:
         gradients = self._take_gradients(stage, i)
-        start = self._backward_begins()
+        start = self._begin_backward()
         saved = self._saved.pop((stage, i))
         backward(*_paired(saved.outputs, gradients))
         self._gradients[stage, i] = [_gradient_of(leaf, leaf.grad) for leaf in saved.inputs]
@@ -218,7 +225,7 @@ class _Run:
 
     def _backward_input(self, stage: int, i: int) -> None:
         gradients = self._take_gradients(stage, i)
-        start = self._backward_begins()
+        start = self._begin_backward()
         saved = self._saved[stage, i]
         found, saved.weight_half = backward_input(
             *_paired(saved.outputs, gradients), saved.inputs, may_split=not self._staged.has_checkpoints
@@ -229,14 +236,14 @@ class _Run:
         self._record_span("I", stage, i, start)
 
     def _backward_weight(self, stage: int, i: int) -> None:
-        start = self._backward_begins()
+        start = self._begin_backward()
         saved = self._saved.pop((stage, i))
         assert saved.weight_half is not None
         saved.weight_half.run()
         del saved
         self._record_span("W", stage, i, start)
 
-    # Messages. A message without any elements is not sent: both sides know that it is empty.
+    # Messages. A message without tensors is not sent: both sides know from the recording that it has none.
 
     def _take_outputs(self, stage: int, i: int) -> list[Tensor]:
         """Return the outputs of the previous stage."""
@@ -245,7 +252,7 @@ class _Run:
         return ops.pipeline_wait(self._tokens.pop(("F", stage, i)))
 
     def _take_gradients(self, stage: int, i: int) -> list[Tensor]:
-        """Return the gradients of this stage's outputs, from the next stage; for the loss, its one gradient."""
+        """Return the gradients of this stage's outputs, from the next stage; on the last stage, that of the loss."""
         seed = self._saved[stage, i].seed
         if stage == self._last_stage:
             return [] if seed is None else [seed]
@@ -278,7 +285,7 @@ class _Run:
             self._tokens["B", stage, i] = ops.pipeline_recv(likes, peer, 2 * (stage + 1) + 1, self._group_name)
 
 
-# On the class: an object that holds its own methods would be freed late.
+# Functions, not bound methods in `_Run`: these would be a reference cycle, which delays the release of its tensors.
 _METHODS = {
     "F": _Run._forward,
     "B": _Run._backward,
@@ -292,7 +299,10 @@ _METHODS = {
 
 
 class _StageInput(torch.autograd.Function):
-    """Copies a leaf into a tensor that may be changed in place, as a layer's output may be in the unsplit model."""
+    """Returns a tensor on a leaf's storage that is no leaf, so that a layer may change it in place.
+
+    A layer may do so with the output of another layer in the unsplit model.
+    """
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -303,19 +313,26 @@ class _StageInput(torch.autograd.Function):
         return gradient
 
 
-def _copy_to_send(value: Tensor) -> Tensor:
-    """Return a copy of a tensor that may change or be freed while its send is in flight: buffers, parameters, views."""
+def _tensor_to_send(value: Tensor) -> Tensor:
+    """Return the tensor, or a copy of a leaf or view, which may change while its send is in flight.
+
+    Leaves are parameters and buffers; in an evaluation, all tensors are leaves.
+    """
     return value.detach().clone() if value.is_leaf or value._is_view() else value.detach()
 
 
 def _strided_like(value: Tensor, fake: Tensor) -> Tensor:
-    """Restore strides: messages are dense, but code behind the boundary may rely on those of the unsplit model."""
+    """Return a received value with the strides of the recorded one, on which the code of later stages may rely.
+
+    Messages are contiguous. Recorded strides with gaps or overlaps are not restored.
+    """
     if value.stride() == fake.stride() or torch.empty_like(fake).stride() != fake.stride():
         return value
     return torch.empty_strided(fake.shape, fake.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _like(fake: Tensor) -> Tensor:
+    """Return a tensor of this shape, dtype and device in the memory of one element."""
     return torch.empty((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
 
 

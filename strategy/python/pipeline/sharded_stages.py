@@ -1,4 +1,4 @@
-"""Stages whose parameters are sharded over data-parallel ranks: gathered to compute, reduced once per step."""
+"""Stages sharded over data-parallel ranks: parameters are gathered to compute, gradients are reduced once per step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from weft.strategy.pipeline.stages import ANY_STAGE
 class ShardedStages:
     """This rank's layers as units of FSDP2, after `parallelize`.
 
-    A schedule's UNSHARD gathers all layers of a stage, and RESHARD frees them; forwards and backwards in between do
-    neither. Micro-batches accumulate into unsharded gradients, which are reduced after the last of them.
+    A schedule's UNSHARD gathers the parameters of all layers of a stage, and RESHARD frees them; forwards and backwards
+    in between do neither. Micro-batches accumulate into unsharded gradients, which are reduced after the last one.
 
     Args:
         staged: the model in stages.
@@ -27,7 +27,7 @@ class ShardedStages:
 
     Raises:
         ValueError: fully_shard was applied already.
-        RuntimeError: this torch's FSDP2 cannot reduce gradients when it is told to.
+        RuntimeError: this torch's FSDP2 has no `finalize_backward`.
     """
 
     def __init__(self, staged: StagedModel, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy | None) -> None:
@@ -37,7 +37,7 @@ class ShardedStages:
                 "torch 2.15 or newer, or replicate over the data-parallel ranks."
             )
         if any(isinstance(module, FSDPModule) for module in staged.model.modules()):
-            raise ValueError("pipeline: fully_shard was applied to this model already; leave that to fully_shard here.")
+            raise ValueError("pipeline: fully_shard was applied to this model already; use only Pipeline.fully_shard.")
         self._mesh = mesh
         self._units: dict[int, list[FSDPModule]] = {stage: [] for stage in staged.stages}
         policy = mp_policy or MixedPrecisionPolicy()
@@ -53,7 +53,7 @@ class ShardedStages:
         self._trunk_parameters = [p for p in staged.model.parameters() if id(p) not in of_layers]
 
     def begin(self) -> None:
-        """Before a schedule with backwards: keep the gradients that they compute unsharded."""
+        """Keep gradients unsharded until `finish`; called before a schedule with backwards."""
         for unit in self._all():
             unit.set_manual_backward_finalization(True)
             unit.set_requires_gradient_sync(False)
@@ -70,12 +70,12 @@ class ShardedStages:
             unit.reshard()
 
     def finish(self) -> None:
-        """Average the step's gradients over the data-parallel ranks; collective."""
+        """Average the step's gradients over the data-parallel ranks, and free gathered parameters; collective."""
         for unit in self._all():
             unit.set_requires_gradient_sync(True)
             unit.finalize_backward()
             unit.reshard()
-        for parameter in self._trunk_parameters:  # of the trunk: unsharded on every rank
+        for parameter in self._trunk_parameters:  # FSDP2 does not shard them
             if parameter.grad is not None:
                 for axis in range(self._mesh.ndim):
                     average_gradient(parameter, self._mesh.get_group(axis))

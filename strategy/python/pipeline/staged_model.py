@@ -34,7 +34,7 @@ _NOT_COPIED = (DeviceMesh, ProcessGroup, Dataset, DataLoader)
 
 @dataclasses.dataclass(frozen=True)
 class TiedParameter:
-    """One parameter that layers of several stages hold, by a name it has on each of these stages."""
+    """One parameter that several stages hold. `name_on`: one of its names on each of these stages."""
 
     name_on: dict[int, str]
 
@@ -45,7 +45,7 @@ class StagedModel:
     model: afterwards it has only the layers of `stages`; names do not change.
     device: where the parameters will be, if they are not there yet.
     layers: the stage of each layer.
-    tied: parameters that layers of several stages share; from now on each stage has its own copy.
+    tied: parameters that several stages share; afterwards each rank that has one of these stages has its own copy.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class StagedModel:
         self._local_parameters = [
             (fake, name) for name, fake, stage in _parameters_with_stage(self._skeleton, self.layers) if stage in stages
         ]
-        # All layers, with RemoteLayers for those of other stages, once calls are intercepted.
-        self._local_layers: list[nn.Module] = []
+        # All layers, with RemoteLayers for those of other ranks' stages; empty until calls are intercepted.
+        self._layer_modules: list[nn.Module] = []
         self._task: _Task | None = None
         model.__dict__[_KEY] = self
         _remove_layers(model, self._skeleton, self.layers, stages)
@@ -71,7 +71,7 @@ class StagedModel:
         _intercept_layer_calls(self._skeleton, self.layers)
 
     def names_of_copies(self) -> dict[str, str]:
-        """Return, for this rank's copies of tied parameters, the name on the first stage that has one."""
+        """Return, by the names of this rank's copies of tied parameters, their names on the first stage with a copy."""
         return {
             tied.name_on[stage]: tied.name_on[min(tied.name_on)]
             for tied in self.tied
@@ -80,9 +80,12 @@ class StagedModel:
         }
 
     def intercept_layer_calls(self) -> None:
-        """Intercept the layers' calls; after `parallelize` and `fully_shard`, which look at classes."""
+        """Intercept the layers' calls, by changing their classes.
+
+        Call it after `parallelize` and `fully_shard`, which depend on the classes.
+        """
         _intercept_layer_calls(self.model, self.layers)
-        self._local_layers = [self.model.get_submodule(name) for name in self.layers.stage_of]
+        self._layer_modules = [self.model.get_submodule(name) for name in self.layers.stage_of]
         if not isinstance(self.model, _Root):
             cls = type(self.model)
             self.model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
@@ -94,12 +97,12 @@ class StagedModel:
 
     @property
     def is_recording(self) -> bool:
-        """Return whether a step is running that ends at the model's call, without computing."""
+        """Return whether a step is running that ends at the model's call and only records it or compares its path."""
         return self._task is not None and (self._task.run is None or self._task.run.is_probe)
 
     @property
     def running_stage(self) -> int | None:
-        """Return the stage whose part of a step is running; None: none, or a step that only records."""
+        """Return the stage whose part of a step is running; None: no step is running, or `is_recording`."""
         run = None if self._task is None else self._task.run
         return None if run is None or self.is_recording else run.stage
 
@@ -110,7 +113,7 @@ class StagedModel:
 
     def record(self, step: Any, micro_batch: Any) -> Recording:
         """Record the forward that `step(micro_batch)` calls; see `recording.record` for the errors."""
-        task = _Task(self, None)
+        task = _Task(None)
         self._sync_skeleton()
         with preserving_random_state(), self._preserving_buffers():
             self._run(task, step, micro_batch)
@@ -118,16 +121,19 @@ class StagedModel:
         return task.recording
 
     def call_signature(self, step: Any, micro_batch: Any) -> Any:
-        """Return a hashable key of `step(micro_batch)`'s call: arguments, autocast, trunk's flags; computes nothing."""
-        task = _Task(self, None, is_signature_only=True)
+        """Return a hashable key of the model's call in `step(micro_batch)`, which runs up to that call.
+
+        The key has the arguments' signature, the autocast dtypes, the trunk's bools and texts, and the layers' modes.
+        """
+        task = _Task(None, is_signature_only=True)
         with preserving_random_state():
             self._run(task, step, micro_batch)
-        # Numbers are left out: a recording for each value of a counter would never be used again.
+        # Numbers are left out: with a counter among them, each call would have a new key and a new recording.
         modules = [self.model.get_submodule(name) for name in self.layers.trunk]
         flags = [
             (key, value) for module in modules for key, value in _flags(module).items() if type(value) in (bool, str)
         ]
-        modes = [layer.training for layer in self._local_layers]
+        modes = [layer.training for layer in self._layer_modules]
         return (task.call, *flags, *modes)
 
     def _sync_skeleton(self) -> None:
@@ -163,12 +169,15 @@ class StagedModel:
         ]
 
     def matches(self, recording: Recording, step: Any, micro_batch: Any) -> bool:
-        """Return whether `step(micro_batch)` would take the recorded path; runs it without layers if necessary."""
+        """Return whether `step(micro_batch)` takes the recorded path.
+
+        If the recorded forward read values, the step runs up to the end of the model's call, without layers of stages.
+        """
         if not recording.read_values:
             return True
         probe = StageRun(recording, self.layers.num_stages, None)
         with preserving_random_state(), self._preserving_buffers(), contextlib.suppress(OtherPathError):
-            self._run(_Task(self, probe), step, micro_batch)
+            self._run(_Task(probe), step, micro_batch)
         return probe.matches_recording
 
     def run(
@@ -180,15 +189,20 @@ class StagedModel:
         micro_batch: Any,
         before_layers: Callable[[], None],
     ) -> tuple[Any, list[Tensor] | None]:
-        """Run one stage's part of `step(micro_batch)`; return its result on the last stage, else what crosses.
+        """Run one stage's part of `step(micro_batch)`.
 
-        `before_layers` is called before the first layer of the stage.
+        Args:
+            received: the values that cross the boundary before the stage.
+            before_layers: called before the first layer of the stage.
+
+        Returns:
+            (the step's result, None) on the last stage, else (None, the values that cross the boundary after it).
         """
         run = StageRun(recording, stage, received, before_layers)
         for fake, name in self._local_parameters:
             if recording.idx_of(fake) is not None:
                 run.add_value(fake, local_of(self.model.get_parameter(name)))
-        result = self._run(_Task(self, run), step, micro_batch)
+        result = self._run(_Task(run), step, micro_batch)
         is_last = stage == self.layers.num_stages - 1
         if (run.sent is None) != is_last:
             raise RuntimeError(
@@ -218,7 +232,7 @@ class StagedModel:
         return result
 
     def call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the model as the current task."""
+        """Run a stage's part of the model's forward, or record or compare the call and end the step by ForwardExit."""
         task = self._task
         if task is None:
             if self.layers.num_stages == 1:
@@ -240,8 +254,8 @@ class StagedModel:
             raise ForwardExit
         if signature((args, kwargs)) != task.run.arguments:
             raise OtherPathError(
-                "pipeline: the step gave the model other shapes than for a micro-batch of the same shapes before; let "
-                "the shapes of the batch alone decide those of what the model is given."
+                "pipeline: the step called the model with other shapes, dtypes or numbers than were recorded for a "
+                "micro-batch of these shapes; let them depend only on the shapes of the micro-batch."
             )
         output = run_in_mode(task.run, lambda: forward(*args, **kwargs))
         if task.run.is_probe:
@@ -280,7 +294,6 @@ class _Task:
     num_calls: how often the step has called the model.
     """
 
-    staged: StagedModel
     run: StageRun | None
     recording: Recording | None = None
     num_calls: int = 0
@@ -289,7 +302,7 @@ class _Task:
 
 
 def _flags(module: nn.Module) -> dict[str, Any]:
-    """Return the flags of a module on which the path of its forward may depend."""
+    """Return the plain attributes of a module, on which the path of its forward may depend."""
     kinds = (bool, int, float, str, torch.device, torch.dtype)
     return {key: value for key, value in vars(module).items() if isinstance(value, kinds)}
 
@@ -299,7 +312,7 @@ def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
 
 
 class _Root:
-    """Runs a stage's part as the model's forward; the first base of its class. Hooks run around it as usual."""
+    """The forward of a divided model, and the first base of its class. The model's hooks run around it as usual."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_KEY].call(super().forward, args, kwargs)  # type: ignore[misc]
@@ -311,7 +324,7 @@ def _intercept_layer_calls(model: nn.Module, layers: Layers) -> None:
 
 
 def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode, device: torch.device | None) -> nn.Module:
-    """Return a copy with fake parameters and fake buffers of layers; the trunk's buffers are the same tensors."""
+    """Return a copy in which parameters and the layers' buffers are fake; the trunk's buffers are the same tensors."""
     layer_buffers = [buffer for name in layers.stage_of for buffer in model.get_submodule(name).buffers()]
     return fake_copy(model, layer_buffers, fake_mode, device)
 
@@ -333,8 +346,8 @@ def fake_copy(
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise ValueError(
-            f"pipeline: {type(model).__name__} cannot be copied, which other stages need a copy without values of "
-            f"({error}); keep what is no module or tensor out of its attributes."
+            f"pipeline: {type(model).__name__} cannot be copied ({error}), and every stage needs a copy of it without "
+            "values; remove attributes that copy.deepcopy does not support."
         ) from error
 
 
@@ -347,12 +360,12 @@ def fake_like(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device | 
 
 
 def tied_parameters(model: nn.Module, layers: Layers) -> list[TiedParameter]:
-    """Return the parameters that layers of several stages hold."""
-    names_by_stage: dict[int, dict[int, str]] = {}
+    """Return the parameters that several stages hold."""
+    names_on_stages: dict[int, dict[int, str]] = {}  # by the parameter's id
     for name, parameter, stage in _parameters_with_stage(model, layers):
         if stage != ANY_STAGE:
-            names_by_stage.setdefault(id(parameter), {}).setdefault(stage, name)
-    return [TiedParameter(name_on) for name_on in names_by_stage.values() if len(name_on) > 1]
+            names_on_stages.setdefault(id(parameter), {}).setdefault(stage, name)
+    return [TiedParameter(name_on) for name_on in names_on_stages.values() if len(name_on) > 1]
 
 
 def _parameters_with_stage(model: nn.Module, layers: Layers) -> Iterator[tuple[str, nn.Parameter, int]]:
@@ -365,7 +378,7 @@ def _parameters_with_stage(model: nn.Module, layers: Layers) -> Iterator[tuple[s
 
 
 def _remove_layers(model: nn.Module, skeleton: nn.Module, layers: Layers, stages: Sequence[int]) -> None:
-    """Replace the layers that are on none of `stages`, in place."""
+    """Replace the layers that are on none of `stages` by RemoteLayers, in place."""
     for name, stage in layers.stage_of.items():
         if stage != ANY_STAGE and stage not in stages:
             parent_name, _, child_name = name.rpartition(".")

@@ -47,7 +47,8 @@ def find_layers(
         beside: the names of modules of the model that its forward does not call, and which are not layers.
 
     Raises:
-        ValueError: a name is unknown, out of order or given twice; a stage does not exist or has no parameters.
+        ValueError: a name is unknown, out of order or given twice; a stage does not exist or is empty; one module is on
+            two stages.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     check_names(modules, cuts)
@@ -59,8 +60,8 @@ def find_layers(
     begins = [order[name] for name in cuts]
     if begins != sorted(begins):
         raise ValueError(
-            f"pipeline: the stages {list(cuts)} are not in the order in which the model has these modules; name them "
-            "from its first to its last."
+            f"pipeline: the cuts {list(cuts)} are not in the order in which the model has these modules; name them "
+            "in that order."
         )
     stage_of = {}
     for name in layers:

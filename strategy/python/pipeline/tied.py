@@ -12,11 +12,11 @@ from weft import ops
 from weft.strategy.data_parallel.local import local_shard
 from weft.strategy.pipeline.staged_model import StagedModel
 
-_CHANNEL = 0  # below the boundaries' channels, which begin at stage 1
+_CHANNEL = 0  # the boundaries' channels begin at 2
 
 
 class TiedGradients:
-    """The gradients of this rank's copies in one step.
+    """The gradients of this rank's copies of tied parameters in one step.
 
     Create it before the step. It sets aside the gradients of earlier steps, which are sums over all stages already.
     """
@@ -35,9 +35,10 @@ class TiedGradients:
                 parameter.grad = None
 
     def sum_over_stages(self) -> None:
-        """Give every stage's copy the sum of all stages' gradients of this step, added in the stages' order.
+        """Give every copy the sum of all copies' gradients of this step; collective over the ranks that have one.
 
-        Every rank sends its gradient to the others that have a copy, so that all add the same numbers.
+        Every rank sends its gradient to the others that have a copy, and all add them in the order of the ranks: the
+        sums are equal bit by bit.
         """
         for parameter, ranks, earlier in self._copies:
             _sum_over_ranks(parameter, ranks, self._group)

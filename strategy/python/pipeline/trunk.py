@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from weft.strategy.pipeline.layer_calls import LayerCall, Mode
+from weft.strategy.pipeline.layer_calls import InterceptedLayer, Mode
 from weft.strategy.pipeline.recording import VALUE_READS, Event, Recording, comparable_value, name_of
 from weft.strategy.pipeline.stages import ANY_STAGE
 
@@ -40,10 +40,10 @@ class ForwardExit(BaseException):
 class StageRun(Mode):
     """Runs one stage's part of a forward for one micro-batch.
 
-    stage: the stage to run; for a probe, which runs no layers, the number of stages.
+    stage: the stage to run; for a probe, which runs no layers of stages, the number of stages.
     received: the values that cross the boundary before this stage; None for a probe.
     before_layers: called before the first layer of the stage, if any.
-    sent: after the forward, the values that cross the boundary after this stage.
+    sent: after the forward, the values that cross the boundary after this stage; None on the last stage.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StageRun(Mode):
         self.arguments = recording.arguments
         self._recording = recording
         self._target = stage
-        self._stage = 0
+        self._reached_stage = 0  # by the forward
         self._read_values: list[Any] = []
         self._next_event = 0
         incoming = recording.crossings[stage - 1] if stage > 0 and received is not None else []
@@ -68,7 +68,7 @@ class StageRun(Mode):
         self.sent: list[Tensor] | None = None
 
     def add_value(self, fake: Tensor, value: Tensor) -> None:
-        """Give the value of a parameter of the trunk on its own stage, because it may cross to others."""
+        """Add the value of a parameter of this rank that code between layers reads; it may cross to other stages."""
         idx = self._recording.idx_of(fake)
         if idx is not None:
             self._values.setdefault(idx, value)
@@ -79,7 +79,7 @@ class StageRun(Mode):
 
     @property
     def _is_earlier_stage(self) -> bool:
-        return self._stage < self._target
+        return self._reached_stage < self._target
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,13 +97,13 @@ class StageRun(Mode):
             self._read_values.append(comparable_value(output))
         return output
 
-    def call_layer(self, layer: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_layer(self, layer: InterceptedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute the layer, return its recorded result, or end the forward."""
         name, stage = layer._weft_layer
         if stage > self._target:
             self.sent = [self._values[idx] for idx in self._recording.crossings[self._target]]
             raise ForwardExit
-        self._stage = max(self._stage, stage)
+        self._reached_stage = max(self._reached_stage, stage)
         if self._is_earlier_stage and (stage != ANY_STAGE or _has_fakes(args) or _has_fakes(kwargs)):
             event = self._next_recorded(name)
             if event is None:
@@ -127,9 +127,9 @@ class StageRun(Mode):
         idx = self._recording.idx_of(fake)
         if idx is None or idx not in self._values:
             raise RuntimeError(
-                f"pipeline: stage {self._target} was given a tensor of shape {tuple(fake.shape)} that an earlier stage "
-                "has and nothing recorded; call functions of torch between layers, not an autograd.Function, or put it "
-                "inside a layer."
+                f"pipeline: stage {self._target} uses a tensor of shape {tuple(fake.shape)} of an earlier stage that "
+                "was not recorded; between layers, call functions of torch and no autograd.Function, or move the code "
+                "into a layer."
             )
         return self._values[idx]
 
@@ -164,8 +164,8 @@ class StageRun(Mode):
         events = self._recording.events
         expected = events[self._next_event].name if self._next_event < len(events) else "its end"
         return OtherPathError(
-            f"pipeline: the forward came to {name} where it came to {expected} when it was recorded for inputs of "
-            "these shapes and values; between layers, let nothing random choose the model's path."
+            f"pipeline: the forward calls {name} where its recording for inputs of these shapes and values has "
+            f"{expected}; between layers, do not let random numbers choose the model's path."
         )
 
 

@@ -1,4 +1,4 @@
-"""Chooses a schedule and a number of micro-batches by simulating measured stages; prints a table, draws a curve."""
+"""Measures stages for `tune`, which chooses a schedule and a number of micro-batches; prints and draws its results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def profile_stages(
         model: unsharded, on its device.
         batch: its first samples make the micro-batches of `sizes`.
         loss_fn: as for `Pipeline.step`.
-        cuts: the names at which stages begin, among those of `profile_layers`.
+        cuts: the names at which stages but the first begin, among those of `profile_layers`.
         sizes: in samples. Default: an eighth, a quarter, a half and all of the batch. Fewer samples are assumed to take
             as long as the smallest size.
         transfer: the time of each boundary's transfer. Default: no time.
@@ -75,7 +75,7 @@ def _sum(layers: Sequence[LayerProfile], what: str) -> float:
 
 
 def tuning_table(points: Sequence[TunePoint]) -> str:
-    """Return one line for each point, in their order."""
+    """Return a header and one line for each point, in their order."""
     sizes = [_sizes_text(point.micro_batch_sizes) for point in points]
     width = max(map(len, sizes), default=0)
     head = f"{'schedule':<12} {'micro-batches':>13} {'time':>10} {'idle':>6} {'most bytes':>12}"
@@ -83,7 +83,7 @@ def tuning_table(points: Sequence[TunePoint]) -> str:
     for point, text in zip(points, sizes, strict=True):
         line = f"{point.kind:<12} {point.num_micro_batches:>13} {point.makespan:>10.4g} {point.bubble_fraction:>6.0%}"
         line = f"{line} {point.peak_bytes:>12}  {text:<{width}}"
-        lines.append(line.rstrip() if point.fits else f"{line}  too many")
+        lines.append(line.rstrip() if point.fits else f"{line}  too many bytes")
     return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
 """Verifies, before a model is split, that the stages of a pipeline compute together what the full model computes.
 
-Every rank of a pipeline runs the model's complete forward and calls only the layers of its own stages; the outputs of
-other layers come from their ranks. So tensors must go from layer to layer as arguments or outputs. If a layer stores a
-tensor in an attribute that a layer of another stage reads, or changes its input in place, that stage uses an old value,
-and no error is raised.
+Every stage of a pipeline runs the model's forward up to the first layer of the next stage and computes only its own
+layers; the outputs of earlier layers come from their stages. So tensors must go from layer to layer as arguments or
+outputs. If a layer stores a tensor in an attribute that a layer of another stage reads, or changes its input in place,
+the other stage uses an old value, and no error is raised.
 
 Reference: one run of the model's own code without weights (`verification.weightless`), in eval mode. Candidate, for
 each stage: the same run, in which layers of other stages return copies of their outputs in the reference. The stage is
@@ -31,7 +31,7 @@ Outputs = dict[str, list[Any]]  # of each layer, in the order of its calls
 
 
 def verify_cuts(model: nn.Module, layers: Layers, rehearsal: Rehearsal) -> None:
-    """Compare each stage with the full model; a model that could not be called as a whole is not compared.
+    """Compare each stage with the full model, if the rehearsal has a call of the full model in eval mode.
 
     Raises:
         ValueError: a stage computes something else than the full model.
@@ -62,7 +62,10 @@ class _Runs:
         self._layers, self._call = layers, call
 
     def run(self, stage: int | None, outputs: Outputs) -> tuple[Run, Outputs]:
-        """Run the model, in full (None) or as one stage does; also: copies of what its layers return."""
+        """Return a run of the model, in full (None) or as one stage runs it, and copies of the outputs of its layers.
+
+        `outputs`: those of the full run, which the layers of other stages return.
+        """
         returned: Outputs = {}
 
         def wrap(name: str, copy: nn.Module, own_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,8 +87,8 @@ class _Runs:
         return self._weightless.run(args, kwargs, training=False, wrap=wrap), returned
 
     def difference(self, stage: int, full: Run, stage_run: Run, outputs: Outputs, stage_outputs: Outputs) -> str:
-        """Return the first difference of a stage, as the middle of a sentence; "" where there is none."""
-        own_layers = [name for name, of in self._layers.stage_of.items() if of == stage]
+        """Return the first difference of a stage's run from the full run, as a clause; "": there is none."""
+        own_layers = [name for name, layer_stage in self._layers.stage_of.items() if layer_stage == stage]
 
         def is_inside(layer: str) -> bool:
             return any(layer == name or layer.startswith(f"{name}.") for name in own_layers)

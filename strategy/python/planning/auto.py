@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.recognition import attention, mlp_layers, probe
-from weft.strategy.recognition.assignments import Assignment, Assignments, assign_fused_mlp, assign_mlp, join
+from weft.strategy.recognition.assignments import Assignment, Assignments, assign_gate_up_mlp, assign_mlp, join
 from weft.strategy.recognition.linears import features, is_worth_gathering, why_no_linear, why_no_vocab_embedding
 from weft.strategy.sharding.remote_layers import RemoteLayer
 from weft.strategy.sharding.state import MlpLayers, child_of
@@ -44,7 +44,7 @@ def assign_auto(
     evidence = Evidence(model, tp_size, verify, example)
     result = Assignments(tp_size, remarks=evidence.remarks())
     result.unread_aliases = _unread_biases(model, evidence)
-    owners = _owners(model, result.unread_aliases)
+    num_holders = _num_holders(model, result.unread_aliases)
     claimed: set[int] = set()
     unassigned: dict[str, str] = {}
     skipped = 0
@@ -55,13 +55,13 @@ def assign_auto(
             skipped += 1
             result.notes.append(f"{name}: skipped: its parameters are DTensors already")
             continue
-        used = _assign_mlp(result, name, module, owners, unassigned, evidence) or _assign_embedding(
-            result, model, name, module, owners, evidence
+        used = _assign_mlp(result, name, module, num_holders, unassigned, evidence) or _assign_embedding(
+            result, model, name, module, num_holders, evidence
         )
         claimed.update(id(layer) for layer in used)
     if tp_size > 1:
         claimed.update(id(model.get_submodule(name)) for name in result.styles)
-        _assign_groups(result, model, owners, evidence, claimed, for_sequences)
+        _assign_groups(result, model, num_holders, evidence, claimed, for_sequences)
     else:
         _assign_by_names(result, model, claimed)
     for name, reason in unassigned.items():
@@ -82,7 +82,7 @@ def assign_auto(
 
 
 def _assign_by_names(result: Assignments, model: nn.Module, claimed: set[int]) -> None:
-    """Place attention by names on one rank, where every style is exact, so that the report shows the styles."""
+    """Assign styles to attention by its names, on one rank, where every style is exact: the report shows them."""
     for name, module in model.named_modules():
         names = attention.find_attention(module) or attention.find_fused_attention(module)
         layers = () if names is None else tuple(module._modules[layer] for layer in names)
@@ -98,25 +98,25 @@ def _assign_by_names(result: Assignments, model: nn.Module, claimed: set[int]) -
 def _assign_groups(
     result: Assignments,
     model: nn.Module,
-    owners: dict[int, int],
+    num_holders: dict[int, int],
     evidence: Evidence,
     claimed: set[int],
     for_sequences: bool,
 ) -> None:
-    """Place linear layers outside of MLPs: groups, attention that is recognised by its names, and single layers."""
+    """Assign styles to linear layers outside of MLPs: groups, attention recognised by its names, single layers."""
 
     beside = {id(child) for m in model.modules() if any(map(_has_dtensors, m.children())) for child in m.children()}
 
     def is_free(layer: nn.Module) -> bool:
         """Return whether a layer has no style yet. A layer beside DTensors is not free: its input may be sharded."""
-        return id(layer) not in claimed and id(layer) not in beside and not _is_tied(layer, owners)
+        return id(layer) not in claimed and id(layer) not in beside and not _is_tied(layer, num_holders)
 
     for decision in evidence.decisions(is_free):
         used = _try_to_fuse(result, model, decision, evidence) or assign_group(result, decision)
         claimed.update(id(model.get_submodule(name)) for name in used)
     for name, module in model.named_modules():
-        claimed.update(id(layer) for layer in _assign_attention(result, name, module, owners, evidence, claimed))
-    if for_sequences:  # outside of the groups each rank has other tokens and only partial gradients
+        claimed.update(id(layer) for layer in _assign_attention(result, name, module, num_holders, evidence, claimed))
+    if for_sequences:  # outside of groups a layer computes on this rank's tokens only and must be replicated
         return
     total = sum(p.numel() for p in model.parameters())
     for name, module in model.named_modules():
@@ -124,12 +124,12 @@ def _assign_groups(
             continue
         if why_no_linear(module) is None and evidence.is_called(module) and not evidence.is_read(module):
             _assign_single(result, name, module, total)
-        elif _is_worth_gathering(module, total) and evidence.is_seen(module):
+        elif _has_large_weights(module, total) and evidence.is_seen(module):
             result.styles[name] = Assignment("gather_weights", "gathered for its forward")
 
 
 def _try_to_fuse(result: Assignments, model: nn.Module, decision: Decision, evidence: Evidence) -> list[str]:
-    """Place a group as a fused operator and return its layers' names; empty if its forward is not that operator."""
+    """Assign a group the fused style and return the names of its layers; empty if its forward cannot be fused."""
     container, group = model.get_submodule(decision.container), decision.group
     if len(group.sources) > 2 or any("." in layer for layer in (*group.sources, group.sink)):
         return []
@@ -144,8 +144,11 @@ def _try_to_fuse(result: Assignments, model: nn.Module, decision: Decision, evid
     return [*decision.sources, decision.sink]
 
 
-def _is_worth_gathering(module: nn.Module, total: int) -> bool:
-    """Return whether a module has large parameters of its own that code reads, such as nn.MultiheadAttention has."""
+def _has_large_weights(module: nn.Module, total: int) -> bool:
+    """Return whether a module other than a convolution, RNN or embedding itself holds large weights.
+
+    An example is nn.MultiheadAttention. `total`: the number of all elements of the model's parameters.
+    """
     own = [p for p in module._parameters.values() if p is not None and is_worth_gathering(p)]
     is_known = isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding))
     return not is_known and sum(p.numel() for p in own) >= _MIN_FRACTION * total
@@ -171,15 +174,15 @@ def _holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
     return holders
 
 
-def _owners(model: nn.Module, unread: set[str]) -> dict[int, int]:
-    """Return how many (module, name) pairs hold each parameter, by its id, without `unread` names."""
+def _num_holders(model: nn.Module, unread: set[str]) -> dict[int, int]:
+    """Return under how many names modules hold each parameter, by its id, without the `unread` names."""
     return {key: sum(name not in unread for name, _ in holders) for key, holders in _holders(model).items()}
 
 
 def _unread_biases(model: nn.Module, evidence: Evidence) -> set[str]:
-    """Return the names of biases of linear layers that another module also holds and does not read.
+    """Return the names under which modules hold the bias of a linear layer that they do not read themselves.
 
-    BERT's output layer has such a bias. Modules that the rehearsal did not run may read it.
+    The head of BERT holds the bias of its output layer in this way. The rehearsal must have run these modules.
     """
     unread: set[str] = set()
     for holders in _holders(model).values():
@@ -194,8 +197,8 @@ def _unread_biases(model: nn.Module, evidence: Evidence) -> set[str]:
     return unread
 
 
-def _is_tied(module: nn.Module, owners: dict[int, int]) -> bool:
-    return any(owners[id(parameter)] > 1 for parameter in module.parameters())
+def _is_tied(module: nn.Module, num_holders: dict[int, int]) -> bool:
+    return any(num_holders[id(parameter)] > 1 for parameter in module.parameters())
 
 
 def _has_dtensors(module: nn.Module) -> bool:
@@ -210,22 +213,22 @@ def _assign_mlp(
     result: Assignments,
     name: str,
     module: nn.Module,
-    owners: dict[int, int],
+    num_holders: dict[int, int],
     unassigned: dict[str, str],
     evidence: Evidence,
 ) -> list[nn.Module]:
     mlp = mlp_layers.find_by_name(module)
-    fused = mlp_layers.find_fused(module) if mlp is None else None
-    names = fused if mlp is None else mlp.children
+    gate_up_layers = mlp_layers.find_gate_up(module) if mlp is None else None
+    names = gate_up_layers if mlp is None else mlp.children
     if names is None:
         return []
     layers = _layers(module, names)
     if any(_has_dtensors(layer) for layer in layers):
         return []
-    if any(_is_tied(layer, owners) for layer in layers):
+    if any(_is_tied(layer, num_holders) for layer in layers):
         result.keep_replicated(name, "a weight of its MLP is tied to another module's")
-    elif fused is not None:
-        assign_fused_mlp(result, name, fused)
+    elif gate_up_layers is not None:
+        assign_gate_up_mlp(result, name, gate_up_layers)
     else:
         assert mlp is not None
         reason = assign_mlp(result, name, module, mlp, evidence.input_shapes(module))
@@ -239,21 +242,21 @@ def _assign_attention(
     result: Assignments,
     name: str,
     module: nn.Module,
-    owners: dict[int, int],
+    num_holders: dict[int, int],
     evidence: Evidence,
     claimed: set[int],
 ) -> list[nn.Module]:
-    """Place an attention that is recognised by its names and is in no group; return its layers."""
+    """Assign styles to an attention that is recognised by its names and is in no group; return its layers."""
     names = attention.find_attention(module) or attention.find_fused_attention(module)
     if names is None:
         return []
     layers = _layers(module, names)
     if any(_has_dtensors(layer) or id(layer) in claimed for layer in layers):
         return []
-    if any(_is_tied(layer, owners) for layer in layers):
+    if any(_is_tied(layer, num_holders) for layer in layers):
         result.keep_replicated(name, "a weight of its projections is tied to another module's")
     elif any(evidence.is_read(layer) for layer in layers):
-        return []  # each layer is assigned by itself, below
+        return []  # `_assign_groups` assigns each layer by itself
     elif evidence.mode == "never" and len(names) == 4:
         reason = attention.assign_attention(result, name, module, names)
         if reason is not None:
@@ -261,7 +264,7 @@ def _assign_attention(
     else:
         reason = attention.why_no_linears(module, names)
         if reason is not None and all(evidence.is_seen(layer) for layer in layers):
-            return []  # each layer is assigned by itself, below
+            return []  # `_assign_groups` assigns each layer by itself
         if reason is not None:
             result.keep_replicated(name, reason)
             return layers
@@ -277,20 +280,20 @@ def _assign_embedding(
     model: nn.Module,
     name: str,
     module: nn.Module,
-    owners: dict[int, int],
+    num_holders: dict[int, int],
     evidence: Evidence,
 ) -> list[nn.Module]:
     if not isinstance(module, nn.Embedding) or _NOT_TOKEN_EMBEDDINGS.search(name.rpartition(".")[2]):
         return []
     rows = module.num_embeddings
     holders = {n: m for n, m in model.named_modules() if m._parameters.get("weight") is module.weight}
-    heads = [n for n in _modules_outside_blocks(model) if _is_output_layer(model.get_submodule(n), rows, owners)]
+    heads = [n for n in _modules_outside_blocks(model) if _is_output_layer(model.get_submodule(n), rows, num_holders)]
     reason = why_no_vocab_embedding(module)
     if reason is None and rows < _MIN_ROWS_PER_RANK * result.tp_size:
         reason = f"{rows} rows are too few for {result.tp_size} ranks"
     if reason is None and not heads and not _is_only_called(module, evidence):
         reason = f"no output layer of {rows} features, so its weight may be read as one"
-    if reason is None and owners[id(module.weight)] > len(holders):
+    if reason is None and num_holders[id(module.weight)] > len(holders):
         reason = "its weight is tied to a parameter of another name, which would need the same shards"
     for holder, other in holders.items():
         if reason is None and holder not in heads and why_no_vocab_embedding(other) is not None:
@@ -300,7 +303,7 @@ def _assign_embedding(
         return [module]
     result.styles |= {holder: Assignment("vocab_embedding") for holder in holders if holder not in heads}
     for head in heads:
-        is_tied = owners[id(model.get_submodule(head)._parameters["weight"])] > 1
+        is_tied = num_holders[id(model.get_submodule(head)._parameters["weight"])] > 1
         if head in holders or not is_tied:
             result.styles.setdefault(head, Assignment("column_gather_output"))
     return [module]
@@ -316,9 +319,9 @@ def _modules_outside_blocks(model: nn.Module) -> list[str]:
     return [n for n, _ in model.named_modules() if not any(n.startswith(f"{each}.") for each in inside)]
 
 
-def _is_output_layer(module: nn.Module, rows: int, owners: dict[int, int]) -> bool:
+def _is_output_layer(module: nn.Module, rows: int, num_holders: dict[int, int]) -> bool:
     """Return whether a layer has plain weights, a bias of its own (if any), and this many output features."""
     if why_no_linear(module) is not None or _has_dtensors(module) or features(module)[1] != rows:
         return False
     bias = module._parameters["bias"]
-    return bias is None or owners[id(bias)] == 1
+    return bias is None or num_holders[id(bias)] == 1

@@ -39,7 +39,8 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
         verify, example: as in `weft.strategy.Plan`.
 
     Raises:
-        ValueError: no plan was found, it has a style that weft does not have, or heads do not divide.
+        ValueError: no plan was found, it has a style that weft does not have, or a number of heads does not divide by
+            `tp_size`.
     """
     plans = dict(_plans_inside(model))
     if not plans:
@@ -57,7 +58,7 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
             if any(_plan.matches(rule.pattern, module) for module in modules):
                 rules.append(rule)
             else:
-                result.notes.append(f"{rule.pattern}: of Hugging Face's plan, matches nothing")
+                result.notes.append(f"{rule.pattern}: this pattern of Hugging Face's plan matches no module")
         _assign(result, modules, _plan.Plan(rules), evidence)
     return result
 
@@ -75,7 +76,7 @@ def _plans_inside(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 def _plan_of(module: nn.Module) -> dict[str, str]:
-    """Return the plan that a module brings with it, from pattern to Hugging Face's style; {}: none."""
+    """Return the plan in a module or its config, from pattern to Hugging Face's style; {}: there is none."""
     config = module.__dict__.get("config")
     base_plan: Any = getattr(config, "base_model_tp_plan", None)
     own_plan: Any = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None)
@@ -92,19 +93,19 @@ def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.P
     resolved = dict(plan.resolve(list(modules)))
     done: set[str] = set()
     for container in dict.fromkeys(parent_name(name) for name in resolved):
-        styles = {name.rpartition(".")[2]: rule for name, rule in resolved.items() if parent_name(name) == container}
-        layers = _assign_mlp(result, container, modules[container], styles, evidence)
+        rules = {name.rpartition(".")[2]: rule for name, rule in resolved.items() if parent_name(name) == container}
+        layers = _assign_mlp(result, container, modules[container], rules, evidence)
         done.update(_record_rules(result, resolved, layers))
-    named = {id(modules[name]): rule.style for name, rule in resolved.items() if name not in done}
-    for decision in evidence.decisions(lambda layer: named.get(id(layer)) in ("column", "row")):
-        columns = {named[id(modules[name])] for name in decision.sources}
-        if columns == {"column"} and named[id(modules[decision.sink])] == "row":
+    style_by_id = {id(modules[name]): rule.style for name, rule in resolved.items() if name not in done}
+    for decision in evidence.decisions(lambda layer: style_by_id.get(id(layer)) in ("column", "row")):
+        source_styles = {style_by_id[id(modules[name])] for name in decision.sources}
+        if source_styles == {"column"} and style_by_id[id(modules[decision.sink])] == "row":
             _check_heads(decision.container, modules[decision.container], evidence.tp_size)
             done.update(_record_rules(result, resolved, assign_group(result, decision)))
     for container in dict.fromkeys(parent_name(name) for name in resolved):
-        styles = {name.rpartition(".")[2]: rule for name, rule in resolved.items() if parent_name(name) == container}
+        rules = {name.rpartition(".")[2]: rule for name, rule in resolved.items() if parent_name(name) == container}
         names = attention.find_attention(modules[container])
-        if names is None or not _have_styles(styles, names, "column", "column", "column", "row"):
+        if names is None or not _have_styles(rules, names, "column", "column", "column", "row"):
             continue
         layers = [join(container, name) for name in names]
         if done.isdisjoint(layers):
@@ -134,16 +135,16 @@ def _record_rules(result: Assignments, resolved: Mapping[str, _plan.Rule], used:
 
 
 def _have_styles(rules: Mapping[str, _plan.Rule], layers: tuple[str, ...], *expected: str) -> bool:
-    """Return whether the rules of these layers have these styles."""
+    """Return whether the rules of these layers have the expected styles, in this order."""
     return [rules[layer].style if layer in rules else "" for layer in layers] == list(expected)
 
 
 def _assign_mlp(
-    result: Assignments, name: str, module: nn.Module, styles: Mapping[str, _plan.Rule], evidence: Evidence
+    result: Assignments, name: str, module: nn.Module, rules: Mapping[str, _plan.Rule], evidence: Evidence
 ) -> list[str]:
-    """Assign an MLP; return the full names of its layers, empty if the module is not assigned."""
+    """Assign styles to an MLP with column and row rules; return the full names of its layers, [] if it gets none."""
     mlp = mlp_layers.find_by_name(module)
-    if mlp is None or not _have_styles(styles, mlp.children, *("column" for _ in mlp.column_layers), "row"):
+    if mlp is None or not _have_styles(rules, mlp.children, *("column" for _ in mlp.column_layers), "row"):
         return []
     reason = assign_mlp(result, name, module, mlp, evidence.input_shapes(module))
     return [] if reason is not None else [join(name, child) for child in mlp.children]
@@ -152,7 +153,10 @@ def _assign_mlp(
 def _assign_unseen_attention(
     result: Assignments, name: str, module: nn.Module, names: tuple[str, str, str, str], evidence: Evidence
 ) -> list[str]:
-    """Place an attention recognised by its names: by heads if verification is off, else with gathered activations."""
+    """Assign styles to an attention recognised by its names; return the names of the modules that get one.
+
+    It is sharded by heads on one rank or without verification, and otherwise with gathered activations.
+    """
     _check_heads(name, module, evidence.tp_size)
     layers = [join(name, layer) for layer in names]
     if evidence.tp_size == 1 or evidence.mode == "never":
@@ -174,7 +178,7 @@ def _check_heads(name: str, module: nn.Module, tp_size: int) -> None:
 
 
 def _with_gathered_activations(rule: _plan.Rule, module: nn.Module, evidence: Evidence) -> _plan.Rule:
-    """Return a column or row rule that no group confirms with gathered activations, which is exact."""
+    """Return the rule, with a style that gathers activations in place of column or row: it is exact for any code."""
     style = {"column": "column_gather_output", "row": "row_split_input"}.get(rule.style)
     if style is None or why_no_linear(module) is not None or evidence.mode == "never":
         return rule

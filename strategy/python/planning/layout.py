@@ -32,13 +32,14 @@ class MeshSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The number of ranks on each axis, outer to inner; "auto": derived from the job's number of ranks.
+    """The number of ranks on each axis; "auto": derived from the job's number of ranks.
 
-    data_replicate: replicas of everything below, each with other data.
+    data_replicate: replicas of the axes below, each with other data; the outermost axis but `pipeline_parallel`.
     data_parallel: ranks with other data, which shard parameters, gradients or states as `zero_stage` says.
-    tensor_parallel: ranks that shard the layers' arithmetic on the same data; neighbours, so that they are on one host.
-    pipeline_parallel: ranks with other layers, outside of all other axes; a number.
-    is_layout: whether the sizes come from a layout string, in whose form errors then name others.
+    tensor_parallel: ranks that shard the layers' arithmetic on the same data; the innermost axis, so that neighbouring
+        ranks, which are usually on one host, form a group.
+    pipeline_parallel: ranks with other layers; the outermost axis; a number.
+    is_layout: whether the sizes come from a layout string; errors then suggest layout strings.
     """
 
     data_replicate: Size = 1
@@ -78,11 +79,12 @@ class Sizes:
     def resolve(self, num_ranks: int, ranks_per_host: int) -> MeshSizes:
         """Return sizes whose product is `num_ranks`.
 
-        "auto" axes take the remaining ranks: first tensor_parallel, no more than a host has; then
-        data_parallel; then data_replicate.
+        "auto" axes take the remaining ranks in the order tensor_parallel, data_parallel, data_replicate. If other axes
+        are "auto", too, tensor_parallel takes the greatest number that also divides the ranks of a host. In all other
+        cases an axis takes all ranks that remain.
 
         Raises:
-            ValueError: no sizes fit; it names some that would.
+            ValueError: no sizes fit; the error suggests some that do.
         """
         fixed = math.prod(size for _, size in self._items() if size != AUTO)
         rest = num_ranks // fixed if num_ranks % fixed == 0 else 1

@@ -44,9 +44,14 @@ _OPTION_TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", advice: str = _ADVICE) -> Any:
-    """Return the value of a YAML or JSON text; raises ValueError, naming it `what`, for an invalid or empty text.
+    """Return the value of a YAML or JSON text.
 
-    Duplicate keys are invalid, too: YAML's own loader silently keeps the last value.
+    Args:
+        what: names the text in errors.
+        owner, key, advice: the beginning of errors, what the keys of a mapping are, and the remedy.
+
+    Raises:
+        ValueError: the text is invalid, empty, or has a key twice.
     """
     import yaml  # JSON is YAML
 
@@ -74,7 +79,7 @@ def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", adv
 
 
 def from_text(text: str) -> _plan.Plan | StyleOf:
-    """Return the plan of a string other than "auto": rules from a file or text, or a callable by its dotted name.
+    """Return the plan of a string other than `PRESETS`: rules from a file or text, or a callable by its dotted name.
 
     Raises:
         ValueError: the string is none of these.

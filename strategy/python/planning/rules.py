@@ -27,8 +27,8 @@ from weft.strategy.sharding.remote_layers import RemoteLayer, names_with_remote_
 from weft.strategy.verification.evidence import Evidence, assign_gathered, assign_group
 from weft.strategy.verification.fit import check_fit
 
-_CONTAINERS = ("column_row_mlp", "attention", "sequence_parallel")
-_OWN_FORWARD = ("sequence_parallel", "replicate", "replicate_sum_gradients", "ignore")
+_CONTAINER_STYLES = ("column_row_mlp", "attention", "sequence_parallel")
+_STYLES_WITH_OWN_FORWARD = ("sequence_parallel", "replicate", "replicate_sum_gradients", "ignore")
 
 
 def assign_explicit(
@@ -71,7 +71,7 @@ def assign_rules(
         if rule.heads is not None:
             _divide_heads(result, modules[parent_name(name)], parent_name(name), rule.heads, name)
         holder = modules.get(parent_name(name)) if name else None
-        if rule.style not in _OWN_FORWARD and isinstance(holder, nn.MultiheadAttention):
+        if rule.style not in _STYLES_WITH_OWN_FORWARD and isinstance(holder, nn.MultiheadAttention):
             raise ValueError(
                 f"parallelize: '{name}' is a layer of an nn.MultiheadAttention, which reads its weight without calling "
                 "it; leave it out of the plan, or use an attention of separate query, key and value layers."
@@ -98,7 +98,7 @@ def _check_no_dtensors(name: str, module: nn.Module, style: str) -> None:
         return
     if style == "column_row_mlp":
         check_no_fsdp_children(name, module)
-    for parameter_name, parameter in module.named_parameters(recurse=style in _CONTAINERS):
+    for parameter_name, parameter in module.named_parameters(recurse=style in _CONTAINER_STYLES):
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"parallelize: the rule for {display_name(name)} hits '{join(name, parameter_name)}', which is a "
@@ -134,8 +134,8 @@ def _check_no_offload_inside(result: Assignments) -> None:
         inside = next((n for n in offloaded if n.startswith(f"{name}." if name else "")), None)
         if inside is not None:
             raise ValueError(
-                f"parallelize: the rule for '{inside}' says offload, which would keep what the recompute of "
-                f"{display_name(name)} lets go of; leave out one of the two."
+                f"parallelize: the rule for '{inside}' says offload, which would keep activations that the recompute "
+                f"of {display_name(name)} frees; leave out one of the two."
             )
 
 

@@ -64,9 +64,9 @@ def _is_sharded(block: str, assignments: Assignments) -> bool:
     return any(a.style in (*_SHARDED_BY_FEATURES, "column_row_mlp") for a in _inside(assignments, block).values())
 
 
-def _check_in_one_run(modules: set[int], model: nn.Module) -> None:
-    """Raise for a module in two runs: it would know the lengths of only one."""
-    name = next((name for name, module in model.named_modules() if id(module) in modules), None)
+def _check_in_one_run(ids_in_two_runs: set[int], model: nn.Module) -> None:
+    """Raise for a module in two runs: it would know the sequence lengths of only one."""
+    name = next((name for name, module in model.named_modules() if id(module) in ids_in_two_runs), None)
     if name is not None:
         raise ValueError(
             f"sequence_parallel=True: '{name}' is one module in blocks that do not follow each other in one list, "
@@ -75,7 +75,10 @@ def _check_in_one_run(modules: set[int], model: nn.Module) -> None:
 
 
 def _check_not_shared(roles: dict[int, SequenceRole], model: nn.Module) -> None:
-    """Raise for a module that gets all tokens elsewhere: it would sum gradients that are already full."""
+    """Raise for a module of the blocks that is also outside of them, where it gets all tokens and full gradients.
+
+    The gradients from outside would be summed over the ranks, too.
+    """
     blocks = _sharded_blocks(roles, model)
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) in roles and not f"{name}.".startswith(blocks):
@@ -92,7 +95,10 @@ def _sharded_blocks(roles: dict[int, SequenceRole], model: nn.Module) -> tuple[s
 
 
 def _check_named(roles: dict[int, SequenceRole], model: nn.Module, assignments: Assignments) -> None:
-    """Check modules with the style sequence_parallel: outside of the blocks they get all tokens; in a layer, raise."""
+    """Check the modules with the style sequence_parallel.
+
+    Note those outside of the blocks, which get all tokens; raise for one in a module that computes on all tokens.
+    """
     blocks = _sharded_blocks(roles, model)
     for name in (name for name, a in assignments.styles.items() if a.style == "sequence_parallel"):
         role = roles.get(id(model.get_submodule(name)))
@@ -100,8 +106,8 @@ def _check_named(roles: dict[int, SequenceRole], model: nn.Module, assignments: 
             continue
         if name.startswith(blocks):
             raise ValueError(
-                f"parallelize: '{name}' gets the style 'sequence_parallel', but is a part of what computes on all "
-                "tokens; remove its rule."
+                f"parallelize: '{name}' gets the style 'sequence_parallel', but is inside a module that computes on "
+                "all tokens; remove its rule."
             )
         assignments.notes.append(f"'{name}': computes on all tokens, as it is in none of the blocks that are sharded")
 
@@ -146,14 +152,17 @@ def _assign_block_roles(
 def _assign_other_roles(
     roles: dict[int, SequenceRole],
     parent: nn.Module,
-    parent_name: str,
+    parent_path: str,
     containers: set[str],
     named: set[str],
     region: Region,
 ) -> None:
-    """Place the modules between sharded layers, which get this rank's tokens; for `named` ones the rules vouch."""
+    """Assign roles to the modules between sharded layers, which get this rank's tokens.
+
+    Modules in `named` are not checked, because a rule gives them the style sequence_parallel.
+    """
     for key, module in parent.named_children():
-        name, cls = f"{parent_name}.{key}", type(module).__name__
+        name, cls = f"{parent_path}.{key}", type(module).__name__
         if name in containers:
             continue
         if name in named:

@@ -24,26 +24,26 @@ def without_objects(rules: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return rules with the names of styles instead of torch's objects; others do not change.
 
     With a SequenceParallel, weft shards the activations of the repeated blocks along the sequence, as the style of this
-    name does. Objects that only gather or scatter tokens around modules then need no rule, because weft does so itself.
+    name does. A PrepareModuleInput that only gathers or scatters tokens then needs no rule: weft does so itself.
 
     Raises:
         ValueError: weft has no style for an object.
     """
-    by_tokens = any(isinstance(value, SequenceParallel) for value in rules.values())
+    shards_sequence = any(isinstance(value, SequenceParallel) for value in rules.values())
     styles = {
-        pattern: _style_of(pattern, value, by_tokens) if isinstance(value, ParallelStyle) else value
+        pattern: _style_of(pattern, value, shards_sequence) if isinstance(value, ParallelStyle) else value
         for pattern, value in rules.items()
     }
     return {pattern: style for pattern, style in styles.items() if style != ""}
 
 
-def _style_of(pattern: Any, value: Any, by_tokens: bool) -> str:
-    """Return the style of one object, "" if it needs no rule."""
-    if by_tokens and type(value) is SequenceParallel and value.sequence_sharding[0] in _TOKENS:
+def _style_of(pattern: Any, value: Any, shards_sequence: bool) -> str:
+    """Return the style of one object; "": it needs no rule. `shards_sequence`: the plan has a SequenceParallel."""
+    if shards_sequence and type(value) is SequenceParallel and value.sequence_sharding[0] in _TOKENS:
         return "sequence_parallel"
-    if by_tokens and type(value) is PrepareModuleInput and _moves_tokens(value):
+    if shards_sequence and type(value) is PrepareModuleInput and _moves_tokens(value):
         return ""
-    layouts = [_layouts(value, name, by_tokens) for name in ("input_layouts", "output_layouts")]
+    layouts = [_layouts(value, name, shards_sequence) for name in ("input_layouts", "output_layouts")]
     for cls, before, after, style in _STYLES:
         if type(value) is cls and layouts == [(before,), (after,)]:
             if value.use_local_output:
@@ -60,10 +60,10 @@ def _style_of(pattern: Any, value: Any, by_tokens: bool) -> str:
     )
 
 
-def _layouts(value: ParallelStyle, name: str, by_tokens: bool) -> tuple[Any, ...]:
-    """Return the layouts, in a plan of sequence parallelism with replicated layouts for token shards."""
+def _layouts(value: ParallelStyle, name: str, shards_sequence: bool) -> tuple[Any, ...]:
+    """Return an object's layouts; in a plan with a SequenceParallel, with replicated ones in place of token shards."""
     layouts = getattr(value, name, None) or ()
-    return tuple(Replicate() if by_tokens and layout in _TOKENS else layout for layout in layouts)
+    return tuple(Replicate() if shards_sequence and layout in _TOKENS else layout for layout in layouts)
 
 
 def _moves_tokens(value: PrepareModuleInput) -> bool:

@@ -18,11 +18,14 @@ from weft.strategy.sharding.state import MlpLayers
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """The style of one module. `fused_into` names the MLP whose operator includes the layer; `recompute` is the MLP's.
+    """The style of one module.
 
-    `rule`: the pattern that gave the style, or "auto". `container`: for column and row layers, the module in whose
-    forward they exchange shards; elsewhere they take and return full tensors. None: they exchange shards anywhere.
-    `watched`: the attributes of a fused MLP that must keep their values.
+    mlp, activation, recompute: of a fused MLP, whose forward one operator replaces.
+    fused_into: for a layer of a fused MLP, the name of the MLP.
+    rule: the pattern that gave the style, or "auto".
+    container: for column and row layers, the module in whose forward they exchange shards; elsewhere they take and
+        return full tensors. None: they exchange shards anywhere.
+    watched: the attributes of a fused MLP that must keep their values.
     """
 
     style: str
@@ -61,14 +64,17 @@ _EXPOSED = (
 
 @dataclasses.dataclass
 class Assignments:
-    """Styles by module name, head counts to divide by (module, attribute), and notes on modules that have no style.
+    """The styles of one model's modules, and all else that a plan decides about them, by the names of the modules.
 
-    counts: by module, the values on a rank of attributes while its forward runs.
-    dropouts: by nn.Dropout, the dims along which its input is sharded.
+    heads: by (module, attribute), a rank's value of an attribute that counts heads.
+    counts: by module, the values that attributes have on a rank while the module's forward runs.
+    dropouts: by the name of an nn.Dropout, the dims along which its input is sharded.
     options: of modules whose rule has some, except the recompute of a fused MLP, which is an option of its operator.
     unread_aliases: names of parameters that their module holds and does not read; they are sharded as in the module
-    that reads them. gathered: (module, reason) for weights that are sharded with gathered activations.
+        that reads them.
+    gathered: (module, reason) for modules whose weights are sharded and whose activations are gathered.
     exposed: modules that keep tensors of one rank's features in attributes.
+    notes: lines of the report, such as on modules that stay replicated.
     remarks: sentences that the user must read.
     """
 
@@ -94,7 +100,7 @@ class Assignments:
         self.notes.append(f"{display_name(module_name)}: left replicated: {reason}")
 
     def divide_heads(self, module_name: str, attribute: str, num_heads: int) -> None:
-        """Note that an attribute must be divided; raises ValueError if it does not divide."""
+        """Record a rank's value of an attribute that counts heads; raises ValueError if it is not a whole number."""
         _plan.check_heads(module_name, attribute, num_heads, self.tp_size)
         self.heads[module_name, attribute] = num_heads // self.tp_size
 
@@ -119,21 +125,21 @@ class Assignments:
         return self._probe_results[key]
 
     def warnings(self) -> list[str]:
-        """Return a sentence on each kind of module that the user must know of; entries of a list are one kind."""
-        kinds: dict[tuple[str, str], list[str]] = {}
+        """Return the remarks, and a sentence on each set of modules with the same problem in a list of blocks."""
+        names_by_problem: dict[tuple[str, str], list[str]] = {}  # by pattern and sentence
         for name, reason in self.gathered:
             sentence = f"its weights are sharded and its activations gathered: {reason}."
-            kinds.setdefault((_as_pattern(name), sentence), []).append(name)
+            names_by_problem.setdefault((_as_pattern(name), sentence), []).append(name)
         for name in self.exposed:
-            kinds.setdefault((_as_pattern(name), _EXPOSED), []).append(name)
+            names_by_problem.setdefault((_as_pattern(name), _EXPOSED), []).append(name)
         sentences = [*self.remarks]
-        for (pattern, sentence), names in kinds.items():
+        for (pattern, sentence), names in names_by_problem.items():
             which = display_name(names[0]) if len(names) == 1 else f"'{pattern}' ({len(names)} modules)"
             sentences.append(f"{which}: {sentence}")
         return sentences
 
     def record_rule(self, rule: str) -> None:
-        """Note the rule that gave the styles since the last call."""
+        """Record the rule that gave the styles added since the last call."""
         for name, assignment in self.styles.items():
             if not assignment.rule:
                 self.styles[name] = dataclasses.replace(assignment, rule=rule)
@@ -207,8 +213,8 @@ def assign_mlp(
     return not_split
 
 
-def assign_fused_mlp(result: Assignments, name: str, layers: tuple[str, str]) -> None:
-    """Shard the weights of an MLP whose gate and up are one layer, and gather that layer's output."""
+def assign_gate_up_mlp(result: Assignments, name: str, layers: tuple[str, str]) -> None:
+    """Shard the weights of an MLP whose gate and up projections are one layer, and gather that layer's output."""
     note = f"gathered, as '{layers[0]}' is gate and up in one"
     result.styles[join(name, layers[0])] = Assignment("column_gather_output", note)
     result.styles[join(name, layers[1])] = Assignment("row_split_input")

@@ -1,4 +1,4 @@
-"""Recognises attention blocks by their names, for models that cannot be called without an example."""
+"""Recognises attention blocks by the names of their layers, for models that cannot be called without an example."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def counts_heads(attribute: str) -> bool:
 
 
 def find_attention(module: nn.Module) -> tuple[str, str, str, str] | None:
-    """Return the names of the four projections among a module's children."""
+    """Return the names of the query, key, value and output layers among a module's children."""
     for names in _NAMES:
         if all(module._modules.get(name) is not None for name in names):
             return names
@@ -71,7 +71,7 @@ def assign_attention(
     result: Assignments, name: str, module: nn.Module, projections: tuple[str, str, str, str]
 ) -> str | None:
     """Give the projections column and row styles and divide the head counts; return the reason if that fails."""
-    reason = _why_not(module, projections, result.tp_size)
+    reason = _why_not_by_heads(module, projections, result.tp_size)
     if reason is not None:
         return reason
     for projection in projections:
@@ -101,7 +101,7 @@ def _head_norms(module: nn.Module, projections: tuple[str, str, str, str]) -> li
     return [n for n in norms if all(tuple(p.shape) == (head_dim,) for p in child_of(module, n).parameters())]
 
 
-def _why_not(module: nn.Module, projections: tuple[str, str, str, str], tp_size: int) -> str | None:
+def _why_not_by_heads(module: nn.Module, projections: tuple[str, str, str, str], tp_size: int) -> str | None:
     layers = [child_of(module, name) for name in projections]
     reason = why_no_linears(module, projections)
     if reason is not None:
@@ -119,16 +119,16 @@ def _why_not(module: nn.Module, projections: tuple[str, str, str, str], tp_size:
     return reason
 
 
-def _num_heads(module: nn.Module, query: int) -> int | None:
-    """Return the number of heads by the module's own count, or by its head size if the code views by -1.
+def _num_heads(module: nn.Module, query_features: int) -> int | None:
+    """Return the number of heads: the module's own count, else the query features by its head size; None: neither.
 
-    A count that the code reads from elsewhere (a config) is not divided; the head size in the same view then raises a
-    shape error.
+    A module without a count usually views heads by -1, which needs no division. If its code reads a count from
+    elsewhere (a config), that count is not divided, and the view raises a shape error.
     """
     counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))
     num_heads = next((counts[name] for name in _QUERY_COUNTS if name in counts), None)
     head_dim = next(iter(_counts(module, _HEAD_DIMS).values()), None)
-    return query // head_dim if num_heads is None and head_dim is not None else num_heads
+    return query_features // head_dim if num_heads is None and head_dim is not None else num_heads
 
 
 def why_heads_do_not_divide(module: nn.Module, projections: tuple[str, ...], tp_size: int) -> str | None:

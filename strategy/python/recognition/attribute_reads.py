@@ -1,7 +1,7 @@
 """Finds the attributes that a module's forward reads, and checks later that their values are still the same.
 
-A fused operator replaces the forward. It computes the same only while the attributes that the forward reads have the
-values with which the two were compared.
+A fused operator replaces the forward. It computes the same as the forward only while the attributes that the forward
+reads have the values with which the two were compared.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def watched(module: nn.Module, reads: list[Read]) -> tuple[Watched, ...]:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a copy of a plain value, or of a list, tuple or dict of such; the class of any other object.
+    """Return a copy of a plain value, or of a list, tuple or dict of plain values; the class of any other object.
 
     A model and its deep copy have equal results.
     """

@@ -1,8 +1,8 @@
 """Recognises subclasses of nn.Linear whose own forward computes the same as that of nn.Linear.
 
-Falcon's linear layers are such a class. The forward is tried on a copy with small random weights, in float64, in train
-and in eval mode; outputs and gradients must equal those of nn.Linear. A forward that depends on the size of the weights
-fails in this trial; its class then does not count as a linear layer.
+Falcon's linear layers are such a class. The forward is tried on a copy with random weights of a small shape, in
+float64, in train and in eval mode; outputs and gradients must equal those of nn.Linear. A forward that depends on the
+shape of the weights fails in this trial; its class then does not count as a linear layer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _results: dict[Any, bool] = {}
 def computes_linear(module: nn.Linear) -> bool:
     """Return whether a module's own forward is that of nn.Linear.
 
-    Modules of equal classes and attributes are tried once. A module with attributes other than numbers and texts, or
-    with buffers, is not tried: those values may change.
+    Modules of equal classes and attributes are tried once. False, without a trial, for a module with buffers or with
+    attributes other than numbers, texts, dtypes and devices: their values may change.
     """
     attributes = {name: value for name, value in module.__dict__.items() if name not in _MODULE_ATTRIBUTES}
     if module._buffers or not all(isinstance(value, _PLAIN_TYPES) for value in attributes.values()):

@@ -18,12 +18,17 @@ _PLAIN = (
     ("w1", "w2"),
     ("dense_h_to_4h", "dense_4h_to_h"),
 )
-_FUSED = (("gate_up_proj", "down_proj"), ("w12", "w3"))
+# (gate and up in one layer, down).
+_GATE_UP = (("gate_up_proj", "down_proj"), ("w12", "w3"))
 NAMES_LOOKED_FOR = ", ".join("/".join(names) for names in (*_GATED, *_PLAIN))
 
 
 def find_by_name(module: nn.Module) -> MlpLayers | None:
-    """Return the MLP among a module's children by the usual names, or of Sequential(Linear, activation, Linear)."""
+    """Return the MLP whose layers have the usual names among a module's children, or are those of an nn.Sequential.
+
+    The nn.Sequential must begin with one of its two layers with parameters, and have more children, such as an
+    activation.
+    """
     children = module._modules
     for gate, up, down in _GATED:
         if gate in children and up in children and down in children:
@@ -41,12 +46,12 @@ def find_by_name(module: nn.Module) -> MlpLayers | None:
     return None
 
 
-def find_fused(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of an MLP's fused gate and up layer, and of its down layer."""
-    for up, down in _FUSED:
-        layers = (module._modules.get(up), module._modules.get(down))
+def find_gate_up(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of an MLP's layer that is gate and up projection in one, and of its down layer."""
+    for gate_up, down in _GATE_UP:
+        layers = (module._modules.get(gate_up), module._modules.get(down))
         if all(layer is not None and _is_linear(layer) for layer in layers):
-            return up, down
+            return gate_up, down
     return None
 
 
@@ -62,8 +67,8 @@ def find(module: nn.Module) -> MlpLayers | None:
         if len(ups) not in (1, 2) or any(features(linears[name])[1] != hidden for name in ups):
             continue
         dims = {features(linears[name])[0] for name in ups}
-        square = len(ups) == 2 and dims == {hidden}  # any of the three could be the down layer
-        if len(dims) == 1 and not square:
+        is_ambiguous = len(ups) == 2 and dims == {hidden}  # any of the three could be the down layer
+        if len(dims) == 1 and not is_ambiguous:
             return _fitting(module, MlpLayers(None if len(ups) == 1 else ups[0], ups[-1], down))
     return None
 

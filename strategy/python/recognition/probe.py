@@ -2,8 +2,8 @@
 
 The result depends on the forward's code, not on the weights. So the probe gives both sides random float64 weights of a
 few of the hidden units, and inputs of scales 1e-3, 1 and 30: every rank comes to the same result, meta models need no
-values, and zero weights (with which every activation looks the same) do no harm. The shape of the inputs is [2, 3, dim]
-and that of the calls that an example makes.
+values, and zero weights (with which every activation looks the same) do no harm. The inputs have the shape [2, 3, dim]
+and, at scale 1 only, the shapes of the calls that an example makes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from weft.strategy.recognition.shell import (
     buffer_copies,
     isolated_execution,
     plain_tensors,
-    random_like,
+    random_input,
+    random_parameter,
     replace_forward,
     shell_of,
-    wide_range_input,
 )
 from weft.strategy.sharding.state import MlpLayers, child_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 _SCALES = (1e-3, 1.0, 30.0)
-_MAX_HIDDEN = 16  # of a layer as wide as the model: the probe's memory is small beside a shard
+_MAX_HIDDEN = 16  # hidden units of the probe, whose other sizes are the model's: its memory is small beside a shard
 _TOLERANCE = 1e-10
 
 
@@ -60,10 +60,10 @@ def find_activation(
 ) -> tuple[MlpLayers, str] | str:
     """Return the (mlp, activation) with which the operator agrees with the forward, or the reason why it never does.
 
-    In the result gate and up are swapped if the forward applies its activation to the other one.
+    In the result gate and up are swapped if the forward applies its activation to `mlp.up`.
 
     Args:
-        shapes: more shapes of inputs, beside [2, 3, dim].
+        shapes: further shapes of inputs, besides [2, 3, dim].
     """
     orders = [mlp]
     if mlp.gate is not None:
@@ -98,7 +98,7 @@ def attribute_reads(container: nn.Module, mlp: MlpLayers) -> list[Read]:
     def run() -> None:
         for training in (True, False):
             shell.train(training)
-            type(shell).forward(shell, wide_range_input((2, 3, dim), 1.0, 200))
+            type(shell).forward(shell, random_input((2, 3, dim), 1.0, 200))
 
     with isolated_execution():
         shell, _ = _shell_with_hidden(container, mlp, _MAX_HIDDEN)
@@ -107,7 +107,7 @@ def attribute_reads(container: nn.Module, mlp: MlpLayers) -> list[Read]:
 
 
 def _plain_numbers(shell: nn.Module) -> dict[tuple[str, str], float | str]:
-    """Return the numbers and texts in attributes, by module and attribute; without the mode, which the probe sets."""
+    """Return the numbers and texts in attributes, by module and attribute, without `training`, which the probe sets."""
     return {
         (path, name): value
         for path, module in shell.named_modules()
@@ -119,8 +119,8 @@ def _plain_numbers(shell: nn.Module) -> dict[tuple[str, str], float | str]:
 def why_not_split(container: nn.Module, mlp: MlpLayers) -> str | None:
     """Return why column and row styles on the layers would change the module's output; None if they would not.
 
-    Code without parameters must compute the input of the last layer for each hidden unit by itself (a replicated
-    parameter there would get only a partial gradient).
+    The code between the layers must compute each hidden unit from that unit alone, and without parameters: a replicated
+    parameter there would get only a partial gradient.
     """
     for name, child in container.named_modules():
         if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
@@ -156,21 +156,24 @@ def _first_line(error: Exception) -> str:
 
 
 def _shell_with_hidden(container: nn.Module, mlp: MlpLayers, units: int | slice) -> tuple[nn.Module, int]:
-    """Return a shell with these hidden units (at most _MAX_HIDDEN) and their number; other sizes do not change."""
+    """Return a shell with only some hidden units, and the number of hidden units from which they are chosen.
+
+    That number is at most _MAX_HIDDEN. `units`: the number of the first units, or a slice. Other sizes do not change.
+    """
     parameters: dict[int, Tensor] = {}
     hidden = 0
     for position, name in enumerate(mlp.children):
         layer = child_of(container, name)
         fan_in, fan_out = features(layer)
-        column = name != mlp.down
-        hidden = min(fan_out if column else fan_in, _MAX_HIDDEN)
+        is_column = name != mlp.down
+        hidden = min(fan_out if is_column else fan_in, _MAX_HIDDEN)
         chosen = units if isinstance(units, slice) else slice(0, units)
-        rows, columns = (hidden, fan_in) if column else (fan_out, hidden)
+        rows, columns = (hidden, fan_in) if is_column else (fan_out, hidden)
         with torch.no_grad():
-            weight = random_like((rows, columns), columns, seed=position)
-            weight = weight[chosen] if column else weight[:, chosen]
-            bias = random_like((rows,), 1, seed=10 + position)
-            bias = bias[chosen] if column else bias
+            weight = random_parameter((rows, columns), columns, seed=position)
+            weight = weight[chosen] if is_column else weight[:, chosen]
+            bias = random_parameter((rows,), 1, seed=10 + position)
+            bias = bias[chosen] if is_column else bias
             weight = weight.t() if is_conv1d(layer) else weight
         layer_parameters = layer._parameters
         parameters[id(layer_parameters["weight"])] = weight.clone().requires_grad_()
@@ -178,7 +181,7 @@ def _shell_with_hidden(container: nn.Module, mlp: MlpLayers, units: int | slice)
             parameters[id(layer_parameters["bias"])] = bias.clone().requires_grad_()
     for position, parameter in enumerate(container.parameters()):
         if id(parameter) not in parameters:
-            parameters[id(parameter)] = random_like(parameter.shape, 1, seed=100 + position)
+            parameters[id(parameter)] = random_parameter(parameter.shape, 1, seed=100 + position)
     shell = shell_of(container, parameters, buffer_copies(container))
     for name in mlp.children:
         if is_conv1d(child_of(container, name)):
@@ -196,9 +199,9 @@ def _reference_runs(
         shell.train(training)
         inputs = [*(((2, 3, dim), scale) for scale in _SCALES), *((shape, 1.0) for shape in shapes)]
         for seed, (shape, scale) in enumerate(inputs):
-            x = wide_range_input(shape, scale, 200 + seed).requires_grad_()
+            x = random_input(shape, scale, 200 + seed).requires_grad_()
             y = type(shell).forward(shell, x)
-            grad_y = wide_range_input(y.shape, 1.0, 300 + seed)
+            grad_y = random_input(y.shape, 1.0, 300 + seed)
             yield x, [y.detach(), *_gradients(y, grad_y, [x, *_weights(shell, mlp)])], grad_y
 
 
@@ -232,7 +235,7 @@ def _agrees(
 
 
 def _hidden_values(container: nn.Module, mlp: MlpLayers, units: slice, training: bool) -> tuple[Tensor, int]:
-    """Return the input of the last layer if only these hidden units exist, and the number of hidden units."""
+    """Return the input of the last layer if only `units` exist, and the number of hidden units they are chosen from."""
     shell, hidden = _shell_with_hidden(container, mlp, units)
     shell.train(training)
     torch.default_generator.manual_seed(0)
@@ -256,7 +259,7 @@ def _hidden_values(container: nn.Module, mlp: MlpLayers, units: slice, training:
     replace_forward(down_layer, down)
     dim, _ = features(child_of(container, mlp.up))
     before = plain_tensors(shell)
-    type(shell).forward(shell, wide_range_input((2, 3, dim), 1.0, 200))
+    type(shell).forward(shell, random_input((2, 3, dim), 1.0, 200))
     if len(down_inputs) != 1 or len(up_outputs) != len(mlp.column_layers):
         raise ValueError("it does not call each of its linear layers once")
     if stored := _stored(shell, before):

@@ -30,12 +30,12 @@ def shell_of(
     buffers: dict[int, Tensor],
     memo: dict[int, Any] | None = None,
 ) -> nn.Module:
-    """Return a copy with the module's original class, other tensors, and its other attributes by reference.
+    """Return a copy with the module's original class, other tensors, and the same objects in other attributes.
 
-    `parameters` and `buffers` map the id of each of the module's tensors to its replacement. Tensors in plain
-    attributes, and in lists and dicts there, are copied, so that the copy's forward does not change the module's. Hooks
-    are left out: the copy's forward runs no user code except that of the module itself. A module that is used twice is
-    copied once; `memo` maps the ids of copied modules to their copies.
+    `parameters` and `buffers` map the id of each of the module's tensors to its replacement. Tensors, lists and dicts
+    in attributes are copied, so that the copy's forward does not change the module's. Hooks are left out: the copy's
+    forward runs no user code except that of the module itself. A module that is used twice is copied once; `memo` maps
+    the ids of copied modules, lists and dicts to their copies.
     """
     memo = {} if memo is None else memo
     if id(module) in memo:
@@ -61,7 +61,7 @@ def shell_of(
 
 
 def _without_sharing(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of a tensor, list or dict; a list or dict that several modules hold is copied only once."""
+    """Return a copy of a tensor, list or dict, and any other object itself; copy each list or dict only once."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return _values_of(value).clone()
     if type(value) not in (list, dict):
@@ -114,13 +114,13 @@ def plain_tensors(shell: nn.Module) -> dict[tuple[str, str], Tensor]:
     return found
 
 
-def wide_range_input(shape: Sequence[int], scale: float, seed: int) -> Tensor:
-    """Return float64 values of this scale, the same on every rank."""
+def random_input(shape: Sequence[int], scale: float, seed: int) -> Tensor:
+    """Return normal float64 values with this standard deviation, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), dtype=torch.float64, generator=generator).mul_(scale)
 
 
-def random_like(shape: Any, fan_in: int, seed: int) -> Tensor:
+def random_parameter(shape: Any, fan_in: int, seed: int) -> Tensor:
     """Return a random float64 parameter that preserves the scale of its input."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator).div_(max(fan_in, 1) ** 0.5).requires_grad_()
@@ -128,7 +128,10 @@ def random_like(shape: Any, fan_in: int, seed: int) -> Tensor:
 
 @contextlib.contextmanager
 def isolated_execution() -> Iterator[None]:
-    """Inside, gradients are on, autocast is off, new tensors are float64; afterwards restore the random states."""
+    """Inside, gradients are on, autocast and warnings are off, and new tensors are float64 on the CPU.
+
+    Afterwards restore the states of the random generators of torch (on the CPU), Python and numpy.
+    """
     state, dtype = random.getstate(), torch.get_default_dtype()
     numpy = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()

@@ -13,16 +13,17 @@ from weft.strategy.reports.report_table import Report, report, table_of
 
 @dataclasses.dataclass(frozen=True)
 class RankReports:
-    """The report of each rank of a group, in its order, and the pipeline stages of the rank.
+    """The reports and the pipeline stages of the ranks of a group, in rank order.
 
-    Prints as a table with a line for each rank: the number of parameters, their bytes, the first and the last name.
+    Prints as a table with a line for each rank: its stages, the number of parameters, their bytes, and the first and
+    the last name.
     """
 
     reports: tuple[Report, ...]
     stages: tuple[tuple[int, ...], ...]
 
     def to_dict(self) -> list[dict[str, Any]]:
-        """Return plain data: for each rank its number, its stages, and the result of `Report.to_dict`."""
+        """Return plain data: for each rank a dict of "rank", "stages" and the items of `Report.to_dict`."""
         return [
             {"rank": rank, "stages": list(stages), **each.to_dict()}
             for rank, (stages, each) in enumerate(zip(self.stages, self.reports, strict=True))
@@ -45,7 +46,7 @@ class RankReports:
 
 
 def rank_reports(model: nn.Module, group: dist.ProcessGroup | None = None) -> RankReports:
-    """Return the reports of each rank of a group, by default of all ranks, on a model; collective."""
+    """Return the reports on a model of all ranks of a group (None: the default group); collective."""
     from weft.strategy.pipeline import find_staged
 
     found = find_staged(model)

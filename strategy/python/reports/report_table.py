@@ -17,7 +17,7 @@ from weft.strategy.sharding.state import state_of
 class Row:
     """One parameter under one of its names.
 
-    rule: the pattern of the plan that gave its module a style, "auto", or "" without a rule.
+    rule: the pattern of the plan that gave its module a style (several with commas), "auto", or "" without a rule.
     axes: (mesh axis, dim) for each axis of more than one rank over which it is sharded.
     local_shape, num_bytes: of this rank's shard.
     """
@@ -33,7 +33,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Rows by parameter, and `notes` on modules that were not sharded; prints as a table."""
+    """A row for each parameter, and `notes` on what the plan changed or could not shard; prints as a table."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Report:
 
     @property
     def rules(self) -> dict[str, list[str]]:
-        """Return the parameters of each rule, by pattern."""
+        """Return the names of the parameters of each rule, by `Row.rule`."""
         rules: dict[str, list[str]] = {}
         for row in self.rows:
             if row.rule:
@@ -101,9 +101,10 @@ def table_of(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequen
 
 
 def report(model: nn.Module) -> Report:
-    """Return the report of each parameter of a parallelized model (for other models: of plain parameters).
+    """Return the report on the parameters of a model.
 
-    For a wrapper that adds no parameters, such as Fabric's, the report is that of the parallelized model inside.
+    In modules that are not parallelized, their style is "plain" or "dtensor". For a wrapper that adds no parameters,
+    such as Fabric's, the report is that of the parallelized model inside.
     """
     model = _without_wrapper(model)
     rows: list[Row] = []
@@ -156,6 +157,6 @@ def _axes(parameter: nn.Parameter) -> tuple[tuple[str, int], ...]:
 
 
 def _dim(placement: Any) -> int:
-    """Return the dim of a Shard or _StridedShard, which have no common class with one."""
+    """Return the dim of a Shard or _StridedShard, which share no base class that declares it."""
     dim: int = placement.dim
     return dim

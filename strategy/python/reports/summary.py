@@ -11,7 +11,7 @@ from weft.strategy.recognition.assignments import parent_name
 from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES
 from weft.strategy.sharding.state import ModuleState, state_of
 
-MAX_LINES = 12  # of a complete summary, including the lines of callers
+MAX_LINES = 12  # of a complete start message, to which callers add lines
 REPLICATED_FRACTION = 0.05  # of the bytes; above it, replicated parameters are named
 _MAX_KINDS = 5
 _MAX_LAYERS = 3  # of a group that is named by its layers
@@ -24,12 +24,12 @@ _STYLE_TEXTS = {
 
 
 def summary(model: nn.Module) -> list[str]:
-    """Return at most 8 lines on a parallelized model: kinds of modules, and parameters that stay replicated."""
+    """Return at most 3 lines on a parallelized model: kinds of sharded modules, and parameters that stay replicated."""
     return [*_kinds(model), *replicated(model)]
 
 
 def _kinds(model: nn.Module) -> list[str]:
-    """Return a line with the number of modules by kind and sharding."""
+    """Return a line with the number of sharded modules by kind and sharding; none without sharded modules."""
     modules = dict(model.named_modules())
     groups: dict[str, dict[str, str]] = {}  # by parent: the styles of its layers
     sharded: set[str] = set()

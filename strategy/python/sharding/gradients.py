@@ -16,7 +16,7 @@ from weft.strategy.sharding.state import state_of
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 3e-2
 _CHUNK = 1 << 16  # elements
-_FLOOR = 1e-6  # relative to the norm of all gradients; below it a gradient is rounding, as that of a key's bias
+_FLOOR = 1e-6  # relative to the norm of all gradients; smaller gradients are rounding, as that of a key layer's bias
 
 
 def check_replicated_gradients(
@@ -28,32 +28,33 @@ def check_replicated_gradients(
 
     A replicated parameter between a column and a row layer gets only a partial gradient on each rank, and its values
     diverge between the ranks without an error. Call this once after the first backward, on every rank: it takes one
-    all-gather, and an all-reduce over the data-parallel ranks.
+    all-gather, and an all-reduce over `data_group`.
 
     Args:
         model: a parallelized model.
         fingerprints: the results of `gradient_fingerprint` for gradients that have been freed.
-        data_group: ranks with other shards of the gradients, or with gradients of other data; None: there are none.
+        data_group: the data-parallel ranks, which have other shards of the gradients or gradients of other data; None:
+            there are none.
 
     Raises:
-        ValueError: gradients differ, naming the parameters; on every rank of both groups.
+        ValueError: gradients differ, naming the parameters; raised on all ranks of both groups.
     """
     mesh = _mesh_of(model)
     if mesh is None or mesh.size() == 1:
         return
-    names, dtypes, rows = [], [], []
+    names, dtypes, own = [], [], []
     for name, parameter in model.named_parameters():
         if _is_replicated(parameter, mesh) and parameter.requires_grad:
             names.append(name)
             dtypes.append(parameter.dtype)
             known = None if fingerprints is None else fingerprints.get(parameter)
-            rows.append(gradient_fingerprint(parameter) if known is None else known)
+            own.append(gradient_fingerprint(parameter) if known is None else known)
     if not names:
         return
-    stats = torch.stack(rows).to(_device(mesh))
-    gathered = stats.new_empty(mesh.size(), *stats.shape)
-    dist.all_gather_into_tensor(gathered.view(-1), stats.view(-1), group=mesh.get_group())
-    differing = _differing(gathered.cpu(), dtypes).to(stats.device)
+    stacked = torch.stack(own).to(_device(mesh))  # [parameter, 3]
+    gathered = stacked.new_empty(mesh.size(), *stacked.shape)
+    dist.all_gather_into_tensor(gathered.view(-1), stacked.view(-1), group=mesh.get_group())
+    differing = _differing(gathered.cpu(), dtypes).to(stacked.device)
     if data_group is not None and data_group.size() > 1:
         dist.all_reduce(differing, dist.ReduceOp.MAX, group=data_group)
     if differing.any():
@@ -87,9 +88,10 @@ def _is_replicated(parameter: Tensor, mesh: DeviceMesh) -> bool:
 
 
 def gradient_fingerprint(parameter: Tensor) -> Tensor:
-    """Return (exists, norm, sum with fixed random signs) in float64; partial gradients differ in the last two.
+    """Return [gradient exists (0 or 1), its norm, its sum with fixed random signs], `[3]`, float64.
 
-    The gradient is read in chunks: the largest replicated parameter may be most of a model.
+    Partial gradients differ between ranks in the last two. The gradient is read in chunks to save memory: one
+    replicated parameter may be most of a model.
     """
     if parameter.grad is None:
         return torch.zeros(3, dtype=torch.float64)
@@ -107,7 +109,7 @@ def gradient_fingerprint(parameter: Tensor) -> Tensor:
 def _differing(gathered: Tensor, dtypes: list[torch.dtype]) -> Tensor:
     """Return 1 for each parameter whose fingerprints `[rank, parameter, 3]` differ, 0 for the others.
 
-    Gradients that are not finite on any rank count as equal: the loss, not the sharding, is the cause.
+    Gradients that are finite on no rank count as equal: the loss, not the sharding, is the cause.
     """
     is_finite = gathered.isfinite().all(-1)
     floor = _FLOOR * gathered[..., 1].where(is_finite, 0.0).norm(dim=1).max()

@@ -1,8 +1,8 @@
 """Gives a forward this rank's shard of a DTensor parameter.
 
 A parallelized model keeps DTensors in `parameters()` and state dicts, and computes with plain local tensors.
-`local_of` converts one to the other. Inside `local_parameters` (and the forward of every parallelized module), plain
-attribute access, such as `self.weight` in the user's own code, does the same for replicated parameters.
+`local_of` returns the local tensor of a DTensor. Inside `local_parameters` (and the forward of every parallelized
+module), plain attribute access, such as `self.weight` in the user's own code, does the same for replicated parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weft.strategy.sharding.remote_layers import active_mode
 class _ToLocal(torch.autograd.Function):
     """DTensor -> its local tensor; the gradient becomes a DTensor of the same placements.
 
-    Equivalent to DTensor.to_local, in a third of its time.
+    Equivalent to DTensor.to_local, and takes a third of the time.
     """
 
     @staticmethod
@@ -48,7 +48,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _GradientSpec:
-    """A copy of a parameter's spec for its gradients, made once: DTensor code may change the spec that it gets."""
+    """A copy, made once, of a parameter's spec for its gradients: DTensor code may modify a spec in place."""
 
     __slots__ = ("copy", "original")
 
@@ -56,7 +56,7 @@ class _GradientSpec:
         self.original, self.copy = original, copy.copy(original)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copied parameter has a spec of its own
+        return None  # a copied parameter has a spec of its own, so it needs another copy of that
 
 
 def _gradient_spec(parameter: DTensor) -> Any:
@@ -83,7 +83,7 @@ def local_of(parameter: Tensor) -> Tensor:
 
 
 def is_full(parameter: DTensor) -> bool:
-    """Return whether the local tensor is the full parameter: replicated, or on a mesh of one rank."""
+    """Return whether the local tensor is the full parameter: each axis replicates it or has one rank."""
     spec = parameter._spec
     return all(
         placement.is_replicate() or size == 1 for placement, size in zip(spec.placements, spec.mesh.shape, strict=True)
@@ -113,8 +113,8 @@ def forward_depth() -> int:
 def reading_locals(mode: TorchFunctionMode | None = None) -> Iterator[None]:
     """Inside, reading a replicated parameter as a module's attribute gives the plain local tensor.
 
-    `mode` is active inside, but not in the forwards of parallelized modules, which it would only slow down. A mode that
-    is already active stays the only one.
+    `mode` is active inside, but not in the forwards of parallelized modules, which it would only slow down. If another
+    mode is active already, `mode` is not used.
     """
     outer = _THREAD.mode, _THREAD.suspended_at
     if mode is not None and (_THREAD.mode is None or _THREAD.suspended_at):

@@ -15,12 +15,13 @@ active_mode: contextvars.ContextVar[Any] = contextvars.ContextVar("weft_pipeline
 
 
 class RemoteLayer(nn.Module):
-    """A layer of another stage: it has no parameters and modules, and raises if code asks for them.
+    """A layer of another stage: it has no parameters and no modules.
 
-    Its plain attributes exist, because code between layers reads some. While a stage's part of a forward runs, its
-    parameters exist as fake tensors: results computed with them cross from its stage.
+    Plain attributes are those of the skeleton, because code between layers reads some. So are parameters and modules
+    while a forward is intercepted (`active_mode`): they have fake tensors, and results computed with them are received
+    from the layer's stage. At other times, reading a tensor or a module raises.
 
-    skeleton: the layer in the skeleton of the full model.
+    skeleton: the layer in the skeleton, a copy of the full model without values.
     """
 
     def __init__(self, name: str, stage: int, skeleton: nn.Module) -> None:
@@ -59,13 +60,13 @@ class RemoteLayer(nn.Module):
     def _raise_unavailable(self, what: str, error: type[Exception]) -> NoReturn:
         raise error(
             f"pipeline: the layer {self._weft_name!r} ({type(self._weft_skeleton).__name__}) is on stage "
-            f"{self._weft_stage}, and {what} on a rank of other stages; do that on a rank of its own stage."
+            f"{self._weft_stage}, and {what} on a rank of other stages; do that on the rank of this stage."
         )
 
 
 @contextlib.contextmanager
 def placeholder_parameters(model: nn.Module, device: torch.device) -> Iterator[list[nn.Parameter]]:
-    """Inside, layers of other stages have a parameter without elements for each of their own, with its name and dims.
+    """Inside, each RemoteLayer has an empty parameter, of the same name, ndim and dtype, for each one of its layer.
 
     Code that sorts a model's parameters by names or dims, as for an optimizer's groups, then gives the same groups on
     every stage, and no empty list of parameters, which optimizers reject.

@@ -1,8 +1,8 @@
-"""Scopes: the forwards in which a column layer may return a shard, because a row layer takes it.
+"""Scopes: the forwards in which column layers may return shards, because row layers take them.
 
-The plan has verified the code between the layers of a group in one forward, that of the smallest module that contains
-the group. Other code (another method, a training step) may call the same layers. There, column layers gather their
-output and row layers split their input, which is exact for any code.
+The plan has verified the code between the column and row layers of a group in one forward, that of the smallest module
+that contains the group. Other code (another method, a training step) may call the same layers. In such calls column
+layers gather their output and row layers split their input, which is exact for any code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class Scope:
-    """The forward of one module; its layers and copies of them refer to the same object."""
+    """Identifies the forward of one module; the column and row layers inside, and copies of them, refer to it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Scope:
         return self
@@ -31,9 +31,9 @@ _THREAD = _Thread()
 
 
 def is_outside(scope: Scope) -> bool:
-    """Return whether neither the scope's forward is running nor a backward, which may recompute a part of it.
+    """Return whether neither the scope's forward nor a backward is running: a backward may recompute the forward.
 
-    Code that a compiler traces counts as inside.
+    Code that torch.compile traces counts as inside.
     """
     return scope not in _THREAD.active and torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling()
 
@@ -50,7 +50,7 @@ def in_scope(scope: Scope, function: Callable[..., Any], *args: Any, **kwargs: A
 
 
 def with_scope(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that is the scope of its module's state."""
+    """Return a forward during which the `own_scope` of its module's state is active."""
 
     @functools.wraps(forward)
     def forward_in_scope(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,8 @@ from torch import Tensor
 class Region:
     """The blocks of one list, with the lengths of the full sequence and of this rank's shard in the current forward.
 
-    lengths: (of all ranks, of this rank); None before the first forward. A recomputed forward is also a current one.
+    lengths: (tokens of the full sequence, tokens of this rank); None before the first forward. The current forward may
+    be a recomputed one.
     """
 
     group_name: str
@@ -29,8 +30,8 @@ class Region:
         return self
 
     @property
-    def length(self) -> int | None:
-        """Return the number of tokens of all ranks."""
+    def full_length(self) -> int | None:
+        """Return the number of tokens of the full sequence; None before the first forward."""
         return None if self.lengths is None else self.lengths[0]
 
     @contextlib.contextmanager
@@ -50,20 +51,22 @@ class Region:
 
     def exit(self, x: Tensor) -> Tensor:
         """Return all tokens on every rank, for replicated computation; the backward takes this rank's shard."""
-        return torch.ops.weft.gather_from_group(x, x.dim() - 2, self.group_name, dim_size=self.length)
+        return torch.ops.weft.gather_from_group(x, x.dim() - 2, self.group_name, dim_size=self.full_length)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return all tokens, for layers sharded by features; the backward reduce-scatters the gradient."""
-        return torch.ops.weft.gather_from_sequence(x, x.dim() - 2, self.group_name, dim_size=self.length)
+        return torch.ops.weft.gather_from_sequence(x, x.dim() - 2, self.group_name, dim_size=self.full_length)
 
 
 @dataclasses.dataclass(frozen=True)
 class SequenceRole:
     """The role of a module in a region.
 
-    kind: "block"; "gathers": its input is gathered for the layers inside; "inside": a column layer there; "scatters": a
-    row layer; "fused": an MLP that gathers and scatters itself; "sharded": computes on this rank's tokens; "dropout".
-    features: of the input tokens; a "block" and a module that "gathers" use them to tell tokens from masks and tables.
+    kind: "block": an entry of the list; "gathers": its input is gathered for the layers inside; "inside": a column
+    layer there; "scatters": a row layer, which reduce-scatters its output; "fused": an MLP whose operator gathers and
+    reduce-scatters; "sharded": computes on this rank's tokens; "dropout": an nn.Dropout on this rank's tokens.
+    features: the size of the last dim of the input tokens, by which a "block" and a module that "gathers" tell tokens
+    from masks and tables.
     is_first_block, is_last_block: whether a block is the first, or the last, of the region.
     """
 
@@ -79,9 +82,9 @@ class SequenceRole:
         return self.kind in ("block", "sharded")
 
     def prepare_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a forward's arguments; the first tensor of tokens with these features is gathered or scattered.
+        """Return a forward's arguments, with the first tensor of tokens with `features` gathered or scattered.
 
-        A tensor to be gathered has as many tokens as this rank's shard, unlike a mask beside it.
+        A tensor is gathered only if it has as many tokens as this rank's shard, which tells it from a mask.
         """
         if self.kind == "block" and not self.is_first_block:
             self._check_tokens(args, kwargs)
@@ -102,7 +105,7 @@ class SequenceRole:
         )
 
     def _check_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise if a block runs before the first of its list: it would mistake all tokens for this rank's shard."""
+        """Raise TypeError for a block without sharded tokens: it may run before the first block, which shards them."""
         values = (*args, *kwargs.values())
         if self.region.lengths is None or not any(self._is_activation(value) for value in values):
             raise TypeError(
@@ -112,7 +115,7 @@ class SequenceRole:
             )
 
     def _check_single_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise for a second input, such as an encoder's output: if it is full, its gradient would be only a shard."""
+        """Raise TypeError for a second input that requires a gradient: the gradient would be partial on each rank."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
         if len(tensors) > 1:
             raise TypeError(

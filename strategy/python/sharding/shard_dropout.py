@@ -16,9 +16,9 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDim:
-    """Describes a sharded tensor.
+    """The dim along which a tensor is sharded, as verification saw it.
 
-    ndim: its number of dims; any if the last dim is sharded.
+    ndim: the number of dims of the tensor. If the last dim is sharded, tensors with another number of dims match, too.
     dim: the dim that is divided evenly among the ranks.
     size: the size of that dim in the full tensor.
     """
@@ -49,12 +49,12 @@ class ShardedDim:
         return cls(len(full_shape), differing[0], full_shape[differing[0]])
 
     def matches(self, shard: Tensor, num_ranks: int) -> bool:
-        """Return whether a tensor has the shape of one rank's shard, as far as this object knows it."""
+        """Return whether the sharded dim of a tensor has the size of one rank's shard."""
         dim = self.dim_of(shard)
         return dim is not None and shard.shape[dim] * num_ranks == self.size
 
     def dim_of(self, shard: Tensor) -> int | None:
-        """Return the sharded dim of a tensor; None if it has another number of dims."""
+        """Return the sharded dim of a tensor; None if its number of dims does not match."""
         if self.dim == self.ndim - 1 and shard.dim() > 0:
             return shard.dim() - 1
         return self.dim if shard.dim() == self.ndim else None

@@ -46,9 +46,9 @@ def group_name_of(mesh: DeviceMesh) -> str:
 
 
 def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bool]:
-    """Return this rank's shard of `tensor` along `dim` (None: all of it), in storage of its own.
+    """Return a DTensor with this rank's shard of `tensor` along `dim`, a copy; None: replicated, without a copy.
 
-    The second result: whether a deferred tensor had to be materialized in full for it.
+    The second result: whether a deferred tensor had to be materialized in full to make a shard of it.
     """
     num_ranks = mesh.size()
     is_sharded = dim is not None and num_ranks > 1
@@ -71,8 +71,9 @@ def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, 
 def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tuple[nn.Parameter, bool]:
     """Return a Parameter with the DTensor of a plain one: sharded along `dim`, or replicated if that is None.
 
-    Shards follow torch.chunk (later ones smaller or empty). The class attributes, requires_grad and the gradient are
-    kept; a meta tensor stays meta. The second result: whether a deferred parameter was materialized in full.
+    Shards follow torch.chunk (the last ones smaller or empty). Attributes set on the parameter, requires_grad and the
+    gradient are kept; a meta tensor stays meta. The second result: whether a deferred parameter had to be materialized
+    in full to make a shard of it.
     """
     with torch.no_grad():
         dtensor, was_full = _shard(parameter, mesh, dim)

@@ -42,7 +42,7 @@ class MlpLayers:
 class ModuleState:
     """The state of one module; immutable.
 
-    `style`: one of weft.strategy.STYLES; "gather_weights", which only plan="auto" gives; "" for a module without one.
+    `style`: one of weft.strategy.STYLES; "gather_weights", which only plan="auto" gives; "" for a module without style.
     """
 
     original_class: type[nn.Module]
@@ -62,8 +62,8 @@ class ModuleState:
     vocab_start: int = 0  # for a vocab_embedding or vocab_head: the first row on this rank
     is_layer_of_fused: bool = False  # whether it is a layer of a fused MLP
     sequence_role: SequenceRole | None = None  # its role if activations are sharded along the sequence
-    precision: torch.dtype | None = None  # the dtype that it computes in; None: that of the modules around it
-    local_attributes: tuple[tuple[str, int], ...] = ()  # names and this rank's values, such as head counts, in forwards
+    precision: torch.dtype | None = None  # the dtype that it computes in; None: no rule names one
+    local_attributes: tuple[tuple[str, int], ...] = ()  # (name, value on this rank during the forward): head counts
     dropout_inputs: tuple[ShardedDim, ...] = ()  # the inputs of an nn.Dropout between column and row layers
     scope: Scope | None = None  # of a column or row layer: the forward in which it returns or takes shards; None: any
     own_scope: Scope | None = None  # of a module that contains such layers: its forward

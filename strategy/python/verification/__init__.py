@@ -1,1 +1,1 @@
-"""Verifies by running a module that it computes the same when its projections are sharded by heads."""
+"""weft.strategy.verification: verifies, by running modules, that they compute the same if sharded by heads."""

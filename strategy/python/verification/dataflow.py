@@ -1,9 +1,9 @@
 """Finds which linear layers of a module feed which others, by running it.
 
 In a weightless run the output of every linear layer is a leaf of the autograd graph, so the input of a layer depends
-on exactly those layers whose output reaches it through no other layer: attention's query, key and value layers reach
-its output layer, and an MLP's up layer reaches its down layer. A *group* consists of sources and the only layer that
-they reach, their sink. Tensor parallelism shards the sources by column and the sink by row.
+on exactly those layers whose output reaches it without passing through another layer: attention's query, key and value
+layers reach its output layer, and an MLP's up layer reaches its down layer. A *group* consists of *sources* and their
+*sink*, the only layer that they reach. Tensor parallelism shards the sources by column and the sink by row.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """reaches: for each layer that was called, the layers whose input depends on its output; OUTPUT for the result."""
+    """The dependences between the layers of a module.
+
+    reaches: for each layer that was called, the layers whose input depends on its output, and OUTPUT if the module's
+    output does.
+    """
 
     reaches: dict[str, set[str]]
 
@@ -39,7 +43,7 @@ class Flow:
         return self._groups(lambda targets: targets)
 
     def blocked(self) -> list[Group]:
-        """Return the sets of layers that are no groups only because the module also returns the outputs of sources."""
+        """Return the sets of layers that would be groups if the module's output did not depend on the sources, too."""
         groups = self.groups()
         return [group for group in self._groups(lambda targets: targets - {OUTPUT}) if group not in groups]
 

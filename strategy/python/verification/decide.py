@@ -23,7 +23,7 @@ from weft.strategy.verification.rehearsal import Call, Rehearsal
 from weft.strategy.verification.weightless import Layers, Weightless
 
 _MAX_CALLS_OF_LAYERS = 64  # in one examined module; the groups of a larger one are found in the modules inside it
-_MAX_CANDIDATES = 12
+_MAX_CANDIDATES = 12  # sets of attributes that are tried for one group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,11 @@ def verdict_with(model: nn.Module, rehearsal: Rehearsal, num_ranks: int, decisio
 
 @dataclasses.dataclass(frozen=True)
 class _Ungrouped:
-    """The ids of the free layers below a module that are in no group; whether its output hides groups of them."""
+    """The free layers of a module (itself included) that are in no group.
+
+    layers: their ids.
+    is_blocked: whether some of them would be a group if a module did not also return the sources' outputs.
+    """
 
     layers: set[int] = dataclasses.field(default_factory=set)
     is_blocked: bool = False
@@ -104,10 +108,10 @@ class _Examiner:
         self._seen: set[int] = set()
         self._flows: dict[Any, Flow | None] = {}
         self._verdicts: dict[Any, Verdict] = {}
-        self._num_alike = 0  # modules compared so far that differ from an earlier one only in their index
+        self._num_alike = 0  # modules compared on two ranks only, so far
 
     def visit(self, name: str, module: nn.Module) -> _Ungrouped:
-        """Decide on the groups inside a module and return the ungrouped layers below it."""
+        """Decide on the groups inside a module and return its ungrouped layers."""
         if id(module) in self._seen:
             return _Ungrouped()
         self._seen.add(id(module))
@@ -115,7 +119,7 @@ class _Examiner:
         layers = set[int]().union(*(each.layers for each in results))
         if id(module) in self.free:
             layers.add(id(module))
-        # A group that no module inside contains has layers in several children, or is hidden by the output of a child.
+        # A group that no child contains has layers in several children, or a child returns the outputs of its sources.
         may_have_more = sum(bool(each.layers) for each in results) > 1 or any(each.is_blocked for each in results)
         calls = self._calls(module)
         ungrouped = _Ungrouped(layers, any(each.is_blocked for each in results))
@@ -141,9 +145,10 @@ class _Examiner:
         return _Ungrouped(layers, blocked)
 
     def _confirm(self, name: str, group: Group, verdict: Verdict) -> Verdict:
-        """Compare again in the outermost module, whose code may use tensors that modules keep; return the verdict.
+        """Return the verdict after a second comparison, in the outermost module that was called.
 
-        The code around that module, such as a training_step, cannot be compared.
+        Only groups whose modules keep tensors in attributes need it: code of the modules around them may use these. The
+        code around the outermost module, such as a training_step, cannot be compared.
         """
         if not verdict.is_accepted or not verdict.has_stored_tensors or self.trust:
             return verdict
@@ -164,14 +169,16 @@ class _Examiner:
         return id(module) in self.rehearsal.calls
 
     def _calls(self, module: nn.Module) -> list[Call]:
-        """Return the recorded calls of the module, or of one that differs from it only in its index among others."""
+        """See `Rehearsal.calls_of`."""
         return self.rehearsal.calls_of(module)
 
     def _verdict_on(self, module: nn.Module, group: Group, calls: Sequence[Call]) -> Verdict:
         """Return the verdict on a group, from all calls.
 
-        A module that differs from an earlier one only in its index among others is compared on one call and on the
-        shards of two ranks, other ones for each such module; an equal one takes the earlier verdict.
+        A module equal to an earlier one gets the earlier verdict, and so does one without recorded calls that differs
+        only in its index among others. One with recorded calls that differs only in its index from an accepted one is
+        compared on one call and the shards of two ranks, which rotate from module to module; if that rejects it, it is
+        compared in full.
         """
         arguments = tuple(call.kind() for call in calls)
         exact = (self.signatures.of(module, self._has_own_calls(module)), arguments, group)
@@ -257,9 +264,10 @@ def _indivisible_counts(container: nn.Module, group: Group, num_ranks: int) -> s
 
 
 def _candidates(container: nn.Module, group: Group, num_ranks: int) -> Iterator[Counts]:
-    """Yield sets of attributes to divide while their module's forward runs, likeliest first: none, then head counts.
+    """Yield sets of attributes with their divided values, likeliest first: no attributes, then those named like heads.
 
-    The comparison rejects a wrong set; names only decide the order of the attempts.
+    They have these values while their module's forward runs. The comparison rejects wrong sets; the names of attributes
+    only decide the order of the attempts.
     """
     yield {}
     modules = dict(container.named_modules())

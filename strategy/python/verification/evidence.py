@@ -24,9 +24,9 @@ _REHEARSAL = "_weft_rehearsal"
 
 
 def store_rehearsal(model: nn.Module, example: Any = None) -> Rehearsal:
-    """Rehearse a full model and store the result, for a plan that is applied after this rank keeps only some layers.
+    """Return the rehearsal of a full model, and store it for a plan that is applied when only some layers are left.
 
-    A stored rehearsal is kept.
+    If one is stored already, that one is returned.
     """
     if model.__dict__.get(_REHEARSAL) is None:
         model.__dict__[_REHEARSAL] = StoredRehearsal(model, None if example is None else sample_of(example))
@@ -37,8 +37,8 @@ def store_rehearsal(model: nn.Module, example: Any = None) -> Rehearsal:
 class StoredRehearsal:
     """The rehearsal of a full model, for the layers of it that remain on a rank.
 
-    A rehearsal refers to modules and parameters by their ids, and objects made later may have the ids of those that are
-    gone. So both are found again by their names.
+    A rehearsal refers to modules and parameters by their ids. Objects made later may reuse the ids of those that are
+    gone, so both are found again by their names.
     """
 
     def __init__(self, model: nn.Module, example: Sample | None) -> None:
@@ -112,9 +112,10 @@ class Evidence:
         ]
 
     def input_shapes(self, module: nn.Module) -> InputShapes | None:
-        """Return the shapes of the tensors with which a module is called; None if a call has other arguments.
+        """Return the shapes of the tensor with which an example calls a module; [] if they are unknown.
 
-        Without an example, a module whose forward takes one argument is not rehearsed for this.
+        None: a call has other arguments than one tensor. Without an example, a module whose forward takes one argument
+        is not rehearsed for this.
         """
         has_example = self._example is not None or example_of(self.model) is not None
         if self.tp_size == 1 or self.mode == "never" or (not has_example and _takes_one_argument(module)):
@@ -127,7 +128,10 @@ class Evidence:
         return list(dict.fromkeys(shapes)) if has_example else []
 
     def decisions(self, is_free: Callable[[nn.Module], bool]) -> list[Decision]:
-        """Return the groups among the free layers; empty on one rank, where nothing is sharded."""
+        """Return decisions on the groups among the free layers; empty on one rank, where nothing is sharded.
+
+        `is_free`: as in `decide`.
+        """
         if self.tp_size == 1:
             return []
         return decide(
@@ -170,10 +174,10 @@ def _takes_one_argument(module: nn.Module) -> bool:
 
 
 def assign_group(result: Assignments, decision: Decision, note: str = "") -> list[str]:
-    """Give the layers of a group their styles: column and row if it agrees by heads, gathered activations otherwise.
+    """Give the layers of a group their styles: column and row if it computes the same by heads, else gathered ones.
 
     Returns:
-        The names of the layers, and of the modules whose gradients are summed.
+        The names of the group's layers and, if it computes the same, of the modules whose gradients are summed.
     """
     verdict, name = decision.verdict, decision.container
     if verdict.is_accepted:
@@ -182,8 +186,8 @@ def assign_group(result: Assignments, decision: Decision, note: str = "") -> lis
         result.styles[decision.sink] = Assignment("row", note, container=name)
         summed = [join(name, module) if module else name for module in verdict.summed]
         for module in summed:
-            note = "each rank uses it for its own heads"
-            result.styles[module] = Assignment("replicate_sum_gradients", note)
+            summed_note = "each rank uses it for its own heads"
+            result.styles[module] = Assignment("replicate_sum_gradients", summed_note)
         for module, dims in verdict.dropouts.items():
             result.dropouts[join(name, module)] = tuple(sorted(dims, key=dataclasses.astuple))
         for module, counts in verdict.counts.items():
@@ -205,7 +209,10 @@ def assign_group(result: Assignments, decision: Decision, note: str = "") -> lis
 
 
 def assign_gathered(result: Assignments, sources: tuple[str, ...], sink: str | None, name: str, reason: str) -> None:
-    """Shard weights and gather activations, which is exact for any code between the layers."""
+    """Give layers the styles with gathered activations, which are exact for any code between them.
+
+    `name`, `reason`: the module around the layers, and why its activations are gathered, for a warning.
+    """
     note = "gathered, because its module does not compute the same on one rank's heads"
     for source in sources:
         result.styles[source] = Assignment("column_gather_output", note)

@@ -15,12 +15,15 @@ _MAX_LAYERS = 64  # calls of layers in one module; the flow of a larger module i
 
 
 def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None:
-    """Raise ValueError for column and row rules that do not fit together, as far as the forward can be run.
+    """Check that column and row rules fit together, as far as the forward can be run.
+
+    Layers that do not compute the same by heads, or that the rehearsal did not call, are a remark. With verify="never"
+    nothing is checked.
 
     Raises:
         ValueError: a column layer whose output reaches another layer than a row layer, or leaves the model; a row layer
-            whose input comes from a layer that is not a column layer; with verify="always" layers that do not compute
-            the same by heads, which are a remark otherwise.
+            whose input comes from a layer that is not a column layer; with verify="always", what else would be a remark
+            and groups that cannot be compared.
     """
     styles = {name: a.style for name, a in result.styles.items() if a.style in ("column", "row") and not a.fused_into}
     if not styles or evidence.tp_size == 1 or evidence.mode == "never":
@@ -71,14 +74,14 @@ def _check_pair(decision: Decision, result: Assignments, evidence: Evidence) -> 
 
 
 def _report(text: str, result: Assignments, evidence: Evidence) -> None:
-    """Make a sentence a remark; with verify="always" raise it."""
+    """Add a sentence to the remarks; with verify="always", raise it as a ValueError."""
     if evidence.mode == "always":
         raise ValueError(f"parallelize: {text}")
     result.remarks.append(text)
 
 
 class _Flows:
-    """The flows of the modules above a layer, from the inside out."""
+    """Runs the modules above layers, each once, and returns their flows."""
 
     def __init__(self, model: nn.Module, evidence: Evidence) -> None:
         self._modules = dict(model.named_modules())

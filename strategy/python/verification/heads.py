@@ -36,13 +36,13 @@ _MAX_ELEMENTS = 1 << 24  # of parameters between the layers
 class Verdict:
     """The result of comparing a group.
 
-    counts: the values of attributes that count heads, on a rank, while the module that holds them runs its forward.
-    summed: the modules whose own parameters get only a rank's partial gradient.
-    dropouts: the nn.Dropout modules that get a rank's shard of their input, and the sharded dims.
+    counts: the values on a rank of attributes that count heads, while the forward of the module that holds them runs.
+    summed: the modules whose own parameters get a partial gradient on each rank.
+    dropouts: by the name of an nn.Dropout that gets a rank's shard of its input, the sharded dims.
     has_stored_tensors: whether modules keep tensors of one rank's heads in attributes, which other code may read.
     reason: why the group was not accepted, as the end of a sentence; "" if it was.
-    difference: the largest relative difference.
-    is_compared: whether the reason comes from a comparison.
+    difference: the largest relative difference from the reference.
+    is_compared: False if the group was rejected without a comparison.
     """
 
     is_accepted: bool
@@ -63,9 +63,13 @@ def verdict_on(
     candidates: Sequence[Counts],
     ranks: Sequence[int] | None = None,
 ) -> Verdict:
-    """Return the verdict on the first candidate with which all calls agree; else the rejection of the likeliest one.
+    """Return the verdict on the first candidate with which all calls agree, else one of the rejections.
 
-    `ranks`: those whose shards are compared; None: all. Gradients that are sums over ranks need all.
+    That is the first rejection with a measured difference, or the first of all.
+
+    Args:
+        candidates: divided values of attributes that may count heads, likeliest first.
+        ranks: those whose shards are compared; None: all. Gradients that are sums over ranks are compared only then.
     """
     largest = max((p.numel() for p in _parameters_outside_layers(container)), default=0)
     if largest > _MAX_ELEMENTS:
@@ -141,7 +145,7 @@ def _try(
 
 
 class _Comparison:
-    """Compares one call of a container on full outputs with the same call on each rank's shards."""
+    """Compares one call of a container on full outputs of the sources with the same call on each rank's shards."""
 
     def __init__(
         self,
@@ -157,7 +161,7 @@ class _Comparison:
         self.group, self.call, self.num_ranks, self.counts = group, call, num_ranks, counts
         self.ranks = range(num_ranks) if ranks is None else ranks
         self.worst = 0.0
-        self.is_rounding: bool | None = None
+        self.rounds: bool | None = None  # the cached result of `_rounds_to_float32`
         self.summed: set[str] = set()
         self.dropouts: dict[str, frozenset[ShardedDim]] = {}
         self.has_stored_tensors = False
@@ -224,7 +228,7 @@ class _Comparison:
             self._close(shard_run.buffers[name], value, f"the buffer '{name}'")
 
     def _record_state(self, full: Run, shard_run: Run) -> None:
-        """Note the dropouts on one rank's heads, and whether attributes keep tensors of these heads."""
+        """Note which dropouts get one rank's heads, and whether attributes keep tensors of one rank's heads."""
         for name, dims in shard_run.sharded_dropouts.items():
             if dims == {None}:
                 continue
@@ -251,22 +255,25 @@ class _Comparison:
                 raise _Differs(f"{what} differs")
             return
         difference = _relative(actual, reference)
-        if difference > _TOLERANCE and not (difference <= _ROUNDED_TOLERANCE and self._is_rounded()):
+        if difference > _TOLERANCE and not (difference <= _ROUNDED_TOLERANCE and self._rounds_to_float32()):
             raise _Differs(f"{what} differs by {difference:.2g} of its norm", difference)
         self.worst = max(self.worst, difference)
 
-    def _is_rounded(self) -> bool:
-        """Return whether the code computes in float32 or a half type."""
-        if self.is_rounding is None:
+    def _rounds_to_float32(self) -> bool:
+        """Return whether the code computes some tensors in float32 or a half type."""
+        if self.rounds is None:
             with _RoundingDetector() as seen:
                 self._run({}, {}, None)
-            self.is_rounding = seen.is_seen
-        return self.is_rounding
+            self.rounds = seen.is_seen
+        return self.rounds
 
     # ---- gradients -----------------------------------------------------------------------------------------
 
     def _gradients(self, run: Run, args: list[Tensor], rank: int | None) -> tuple[_Gradients, _Gradients]:
-        """Return the gradients of the sink's inputs, and those of all other results, for random cotangents."""
+        """Return the gradients that flow back from the sink's inputs, and those from all other results of a run.
+
+        They start from random cotangents. `rank`: whose shard the run computed; None: the full run.
+        """
         sinks, others = [], []
         for number, call in enumerate(run.calls):
             if call.layer == self.group.sink:
@@ -318,7 +325,10 @@ class _Comparison:
             self._close(actual, reference, f"the gradient of '{self.names[key]}'")
 
     def _find_summed(self, between: _Gradients, rest: _Gradients) -> None:
-        """Find the modules whose parameters are used between the layers; all of theirs must be used only there."""
+        """Find the modules with parameters that are used between the layers.
+
+        All parameters of such a module must be used only there.
+        """
         elsewhere = {key for key, grad in rest.parameters.items() if bool(grad.count_nonzero())}
         for key, grad in between.parameters.items():
             if not bool(grad.count_nonzero()):
@@ -332,7 +342,10 @@ class _Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class _Gradients:
-    """The gradients of layers' outputs (`leaves`), of parameters by id, and of arguments; None, or no entry: none."""
+    """Gradients with respect to layers' outputs (`leaves`), parameters (by id) and arguments.
+
+    Where there is no gradient, there is None, or no entry.
+    """
 
     leaves: list[Tensor | None]
     parameters: dict[int, Tensor]
@@ -346,7 +359,7 @@ class _Gradients:
         parameters: Mapping[int, Tensor],
         args: list[Tensor],
     ) -> _Gradients:
-        """Return the gradients of `ends`, each with its cotangent."""
+        """Return the gradients that flow back from `ends`, each of which has a cotangent."""
         ends = [(end, cotangent) for end, cotangent in ends if end.requires_grad and not end.is_complex()]
         trainable = {key: value for key, value in parameters.items() if value.requires_grad}
         inputs = [*leaves, *trainable.values(), *args]
@@ -366,7 +379,7 @@ class _Gradients:
 
 
 def _with_counts(module: nn.Module, forward: Callable[..., Any], counts: Mapping[str, int]) -> Callable[..., Any]:
-    """Return a forward during which attributes of its module have the values of a rank."""
+    """Return a forward during which the module's attributes have the values `counts`."""
 
     def divided(*args: Any, **kwargs: Any) -> Any:
         return with_values(module, counts.items(), forward, args, kwargs)

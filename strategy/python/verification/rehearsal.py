@@ -28,7 +28,10 @@ _MAX_DEPTH = 4  # levels of modules that are called by themselves
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a module in train or eval mode: its arguments before the call, detached."""
+    """One call of a module in train or eval mode: copies of its arguments from before the call, detached.
+
+    scale: of the run, as in `Weightless`.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -52,8 +55,9 @@ class Rehearsal:
     calls: the recorded calls, by the id of a module.
     like: for a module without recorded calls, the id of one that differs from it only in its index among others, and
         got the same kinds of arguments.
-    called, read: as in `Weightless`.
+    called, read: as in `Weightless`, from all runs.
     seen: the ids of all modules inside those that were called as a whole.
+    signatures: a cache for `Signatures.of`.
     why_not: by the name of a module that could not be called, the reason.
     """
 
@@ -72,11 +76,11 @@ class Rehearsal:
 
 
 def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
-    """Run a model, or those of its modules that can be called, in train and eval mode, on two lengths.
+    """Run a model, or those of its modules that can be called, in train mode, then in eval mode on another length.
 
     Args:
         model: any module; neither it nor random states change.
-        example: a call of the model; None: inputs follow from its first layer.
+        example: a call of the model, for both modes; None: see `samples_for`.
 
     Raises:
         ValueError: the model cannot be called with the example.

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from weft.strategy.recognition.linears import features, why_no_linear
 from weft.strategy.verification.weightless import drawn
 
-LENGTHS = (7, 11)  # of sequences; primes, which differ from any number of heads or features
-_LENGTHS_OF_POWERS = (16, 32)  # for code that needs multiples of a power of two
+LENGTHS = (7, 11)  # of sequences, in tokens; primes, which hardly ever are a number of heads or features
+_POWER_OF_TWO_LENGTHS = (16, 32)  # for code that needs multiples of a power of two
 _IMAGE_SIZES = (32, 64, 224)
 _BATCH = 2
 
@@ -29,7 +29,7 @@ class Sample:
 
 
 def example_of(module: nn.Module) -> Sample | None:
-    """Return a LightningModule's `example_input_array`, with floating values in float64."""
+    """Return the call for a LightningModule's `example_input_array`; None if there is none."""
     example = getattr(module, "example_input_array", None)
     if example is None:
         return None
@@ -37,7 +37,10 @@ def example_of(module: nn.Module) -> Sample | None:
 
 
 def sample_of(example: Any) -> Sample:
-    """Return the call for an example: a tuple gives the positional arguments, a dict the keyword arguments."""
+    """Return the call for an example: a tuple or list gives positional arguments, a dict keyword arguments.
+
+    Tensors are moved to the CPU, floating ones converted to float64.
+    """
     example = tree_map_only(Tensor, _on_cpu, example)
     if isinstance(example, Mapping):
         return Sample((), dict(example))
@@ -50,7 +53,10 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def samples_for(module: nn.Module) -> Iterator[tuple[Sample, Sample]]:
-    """Yield pairs of calls of two lengths that the module may accept, the likeliest first."""
+    """Yield pairs of calls, of two lengths, that the module may accept, the likeliest first.
+
+    An `example_input_array` comes first, twice in its pair.
+    """
     example = example_of(module)
     if example is not None:
         yield example, example
@@ -61,7 +67,7 @@ def samples_for(module: nn.Module) -> Iterator[tuple[Sample, Sample]]:
     names = _required(module)
     if names is None:
         return
-    for lengths in (LENGTHS, _LENGTHS_OF_POWERS):
+    for lengths in (LENGTHS, _POWER_OF_TWO_LENGTHS):
         for kind in _kinds(module):
             first, second = (_filled(names, kind, length) for length in lengths)
             if first is not None and second is not None:
@@ -69,7 +75,10 @@ def samples_for(module: nn.Module) -> Iterator[tuple[Sample, Sample]]:
 
 
 def _required(module: nn.Module) -> list[str] | None:
-    """Return the names of the required arguments of its forward; None if it has no forward."""
+    """Return the names of the arguments that a module's forward must get; None if it has no forward.
+
+    If all arguments are optional, the first one is given a value, under the name "x".
+    """
     if type(module).forward is nn.Module.forward:
         return None
     parameters = inspect.signature(type(module).forward).parameters.values()
@@ -83,15 +92,20 @@ def _required(module: nn.Module) -> list[str] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """The input of the first layer: `size` is its features, table rows or channels; `image` is the side of an image."""
+    """A kind of input.
 
-    layer: str
+    form: "embedding" (indices), "image", "signal", "tokens" (with a dim of the sequence) or "rows" (without one).
+    size: the features, table rows or channels of the layer that takes it.
+    image: the side of an image.
+    """
+
+    form: str
     size: int
     image: int = 0
 
 
 def _kinds(module: nn.Module) -> list[_Kind]:
-    """Return the kinds of input of the first linear, embedding and convolution layers, in the order of registration."""
+    """Return up to 8 kinds of input that the first layers take, in the order of registration."""
     kinds: list[_Kind] = []
     for layer in module.modules():
         if isinstance(layer, nn.Embedding):
@@ -107,7 +121,7 @@ def _kinds(module: nn.Module) -> list[_Kind]:
             kinds.append(_Kind("tokens", layer.embed_dim))
         elif isinstance(layer, nn.LayerNorm):
             kinds.append(_Kind("tokens", layer.normalized_shape[-1]))
-        if len(dict.fromkeys(kind.layer for kind in kinds)) >= 3:
+        if len(dict.fromkeys(kind.form for kind in kinds)) >= 3:
             break
     return list(dict.fromkeys(kinds))[:8]
 
@@ -125,7 +139,7 @@ def _image_sizes(module: nn.Module) -> list[int]:
 
 
 def _filled(names: list[str], kind: _Kind, length: int) -> Sample | None:
-    """Return a call with a value for each required argument, by the kind of the first and the names of the others."""
+    """Return a call with a value for each required argument: `kind` for the first, by their names for the others."""
     values: list[Tensor | None] = [_first(kind, length)]
     for name in names[1:]:
         lower = name.lower()
@@ -134,31 +148,32 @@ def _filled(names: list[str], kind: _Kind, length: int) -> Sample | None:
         elif "pos" in lower and "emb" not in lower:
             values.append(torch.arange(length))
         elif any(part in lower for part in ("label", "target", "tgt", "memory", "context", "y", "key", "value", "enc")):
-            values.append(_first(kind, length + 2 if kind.layer == "tokens" else length, seed=1))
+            values.append(_first(kind, length + 2 if kind.form == "tokens" else length, seed=1))
         else:
             values.append(_first(kind, length, seed=1))
     return Sample(tuple(values[: len(names)]))
 
 
 def _first(kind: _Kind, length: int, seed: int = 0) -> Tensor:
-    if kind.layer == "embedding":
+    if kind.form == "embedding":
         return _indices((_BATCH, length), kind.size, seed)
-    if kind.layer == "image":
+    if kind.form == "image":
         return drawn((_BATCH, kind.size, kind.image, kind.image), seed, 1)
-    if kind.layer == "signal":
+    if kind.form == "signal":
         return drawn((_BATCH, kind.size, 16 * length), seed, 1)
-    return drawn((_BATCH, length, kind.size) if kind.layer == "tokens" else (_BATCH * length, kind.size), seed, 1)
+    return drawn((_BATCH, length, kind.size) if kind.form == "tokens" else (_BATCH * length, kind.size), seed, 1)
 
 
 def _indices(shape: tuple[int, ...], rows: int, seed: int) -> Tensor:
+    """Return random indices of a table of `rows` rows."""
     return torch.randint(rows, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _of_hugging_face(module: Any, config: Any) -> Iterator[tuple[Sample, Sample]]:
-    """Yield calls with the model's main input; encoder-decoders also get that of the decoder."""
+    """Yield pairs of calls with the model's main input; an encoder-decoder also gets decoder_input_ids."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rows = int(getattr(text, "vocab_size", 0) or getattr(config, "vocab_size", 0) or 0)
-    for lengths in (LENGTHS, _LENGTHS_OF_POWERS):
+    for lengths in (LENGTHS, _POWER_OF_TWO_LENGTHS):
         calls = []
         for length in lengths:
             values: dict[str, Any] = {}

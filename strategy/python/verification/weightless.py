@@ -1,9 +1,9 @@
 """Runs a module's own code on a copy without weights.
 
 The output of every linear layer, convolution and embedding is drawn at random instead of computed. So the code between
-these layers runs on real values (masks, positions, caches, views, norms) at the cost of activations alone: no rank
-needs a full weight, and a model without values or one that does not fit runs as well. Outputs are drawn by the layer
-and the number of its call: two runs of one module get the same values.
+these layers runs on real values (masks, positions, caches, views, norms), and only activations take memory: a model
+without values, or one that does not fit into memory, runs, too. The seed of an output is the name of the layer and the
+number of its call, so two runs of one module get the same values.
 
 Weights that code reads without calling their layer are noted: only layers that are called can be sharded.
 """
@@ -36,10 +36,10 @@ _CONVOLUTIONS = {
 
 
 class UnreadWeight(Tensor):
-    """Stands for a weight of a layer that is not computed. Code that reads its values is noted."""
+    """Stands for a weight of a layer that is not computed. Operations that read its values add it to `read_ids`."""
 
     read_ids: set[int]
-    owner: int
+    owner: int  # the id of the parameter that it stands for
 
     @classmethod
     def __torch_function__(
@@ -79,7 +79,7 @@ class LayerCall:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The names of a module's layers that are not computed, relative to the module, by the ids of the layers."""
+    """The layers of a module that are not computed: by the id of each, its name below the module."""
 
     linears: dict[int, str]
     others: dict[int, str]  # embeddings and convolutions
@@ -96,7 +96,7 @@ class Layers:
 
 
 class _DrawnEmbedding(nn.Embedding):
-    """Gives `super().forward` in the copy of a subclassed embedding the drawn output."""
+    """The base class that makes `super().forward` in the copy of a subclassed embedding return the drawn output."""
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = self.__dict__["_weft_drawn_forward"](input)
@@ -117,7 +117,7 @@ def drawn(shape: Any, *seed: int, scale: float = 1.0) -> Tensor:
 
 
 def placeholder_values(parameter: Tensor, seed: int, force: bool = False) -> Tensor:
-    """Return values near 1 of a parameter's shape, as the weights of norms and scales have.
+    """Return random values of a parameter's shape around 0.75, like the weights of norms and scales; integers are 0.
 
     A large parameter repeats one row, unless `force` is set.
     """
@@ -142,7 +142,7 @@ class Weightless:
         self.layers = Layers.of(module)
         self.scale = scale
         self.read: set[int] = set()  # the ids of parameters that code has read without calling their layer
-        self.called: set[int] = set()  # the ids of layers
+        self.called: set[int] = set()  # the ids of layers that were called
         self.values = self._values(full_values)
         self.parameters: dict[int, Tensor] = {
             key: value for key, value in self.values.items() if not isinstance(value, UnreadWeight)
@@ -180,9 +180,10 @@ class Weightless:
         """Run the module's own forward on these arguments; any error of its code is raised.
 
         Args:
-            replace: by the name of a linear layer, a function that returns its output, a leaf, given the number of the
-                call and the drawn output; the leaf may have fewer features.
-            wrap: returns the function to call for a module whose code runs, given its name, copy and forward.
+            replace: by the name of a linear layer, a function from the number of its call and the drawn output to the
+                output to use, which may have fewer features.
+            wrap: a function from a module's name, its copy and the copy's forward to the forward to use. It is called
+                for modules whose own code runs.
             shard_context: the full run of which this run computes one rank's shard; dropouts use their shard of masks.
         """
         shell = shell_of(self.module, self.values, buffer_copies(self.module))
@@ -256,7 +257,7 @@ class Weightless:
         number = counts.get(name, 0)
         counts[name] = number + 1
         self.called.add(id(layer))
-        # The seed depends on the layer's name and not on its place, so that the layer gets the same values in any copy.
+        # The seed depends on the layer's name, so that the layer gets the same values in all runs of the module.
         return number, drawn(shape, zlib.crc32(name.encode()), number, scale=self.scale)
 
     def _linear(
@@ -326,7 +327,8 @@ class Run:
     buffers: by name, after the run.
     stored_tensors: tensors that the run stored in plain attributes of modules, by module and attribute.
     dropouts: the name and the input's shape of each call of an nn.Dropout.
-    sharded_dropouts: by name, the sharded dims of one rank's run; None for a full input.
+    sharded_dropouts: in a run of one rank's shard, by the name of an nn.Dropout, the sharded dims of its inputs; None
+    for a full input.
     """
 
     calls: list[LayerCall]

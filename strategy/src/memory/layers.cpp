@@ -17,8 +17,8 @@ Mlp::Mlp(RankMemory& memory, std::vector<std::string> layers)
       recompute_(memory.style(layers_.front()).recompute),
       is_fused_(memory.style(layers_.front()).is_fused),
       is_summed_(memory.style(layers_.back()).style == Style::kRow),
-      dim_(memory.weight_dim(layers_.front(), 1)),
-      hidden_(memory.weight_dim(layers_.front(), 0)) {}
+      dim_(memory.weight_dim_size(layers_.front(), 1)),
+      hidden_(memory.weight_dim_size(layers_.front(), 0)) {}
 
 Buffer Mlp::forward(int64_t rows, const Buffer& x) {
   const int64_t hidden = rows * hidden_;
@@ -143,8 +143,8 @@ Attention::Attention(RankMemory& memory, const std::string& name, const DecoderM
     : memory_(&memory),
       name_(name),
       dim_(model.dim),
-      query_dim_(memory.weight_dim(name + ".q_proj", 0)),
-      kv_dim_(memory.weight_dim(name + ".k_proj", 0)),
+      query_dim_(memory.weight_dim_size(name + ".q_proj", 0)),
+      kv_dim_(memory.weight_dim_size(name + ".k_proj", 0)),
       is_summed_(memory.style(name + ".o_proj").style == Style::kRow),
       num_heads_(query_dim_ / model.head_dim) {}
 
@@ -168,7 +168,7 @@ Buffer Attention::forward(int64_t rows, const Buffer& x) {
   key_ = apply_rotary(rows * kv_dim_);
   value_ = memory_->saved_product(rows * kv_dim_);
   output_ = memory_->saved_product(rows * query_dim_);
-  sums_ = memory_->product(MemoryCategory::kSavedActivations, rows * num_heads_ * 4);
+  logsumexp_ = memory_->product(MemoryCategory::kSavedActivations, rows * num_heads_ * 4);
   Buffer y = memory_->scratch_product(rows * dim_);
   if (is_summed_) {
     memory_->communicate(rows * dim_ * 4);
@@ -189,7 +189,7 @@ Buffer Attention::backward(int64_t rows, const Buffer& /*grad_y*/) {
   query_.reset();
   key_.reset();
   value_.reset();
-  sums_.reset();
+  logsumexp_.reset();
   // Each projection's gradient of x is added to the sum of the previous ones.
   memory_->make_gradients(name_ + ".v_proj");
   Buffer grad_x = memory_->scratch(rows * dim_);

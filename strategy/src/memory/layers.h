@@ -9,9 +9,10 @@ namespace weft::strategy::detail {
 
 // The memory of layers as they run on a rank, by torch's eager kernels, operator by operator. A
 // forward holds the tensors that autograd saves, its backward releases them; temporaries are held
-// while they live. Temporaries smaller than a row of a hidden size are left out.
+// while they live. Temporaries of a few elements per token are left out.
 //
-// `rows` is the number of tokens of an activation. The caller of a layer holds its input, too.
+// `rows` is the number of tokens of an activation. The caller of a layer also holds the layer's
+// input.
 
 // An MLP: one fused column_row_mlp, or separate layers.
 class Mlp {
@@ -73,7 +74,7 @@ class Attention {
   int64_t kv_dim_;
   bool is_summed_;  // over the ranks
   int64_t num_heads_;
-  Buffer x_, query_, key_, value_, output_, sums_;
+  Buffer x_, query_, key_, value_, output_, logsumexp_;
 };
 
 class Block {
@@ -92,7 +93,7 @@ class Block {
     RmsNorm attention_norm, mlp_norm;
     Attention attention;
     Mlp mlp;
-    Buffer residual;  // stream between attention and MLP
+    Buffer residual;  // the residual stream between attention and MLP
   };
 
   // Runs the forward. If `saves_activations`, the layers keep holding what autograd saves.

@@ -117,7 +117,7 @@ std::string_view unsupported_reason(const std::string& module,
       return "";
     case Style::kColumnGatherOutput:
       return module == "lm_head" ? ""
-                                 : "there is a prediction for 'lm_head' alone; leave its rule out";
+                                 : "only 'lm_head' has a prediction for it; leave the rule out";
     case Style::kRowSplitInput:
     case Style::kAttention:
     case Style::kVocabHead:
@@ -129,8 +129,8 @@ std::string_view unsupported_reason(const std::string& module,
   return "";
 }
 
-// Returns the dim of a weight [out, in] along which a style shards it.
-std::optional<std::size_t> weight_dim(Style style) {
+// Returns the dim of a weight [out, in] along which a style shards it, if any.
+std::optional<std::size_t> shard_dim_of(Style style) {
   switch (style) {
     case Style::kColumn:
     case Style::kColumnGatherOutput:
@@ -150,9 +150,9 @@ class Collector {
 
   void linear(const std::string& module, int64_t out, int64_t in, bool has_bias, int64_t unit) {
     const Style style = style_of(module);
-    add(module, {out, in}, weight_dim(style), unit);
+    add(module, {out, in}, shard_dim_of(style), unit);
     if (has_bias) {
-      add(module, {out}, style == Style::kColumn ? weight_dim(style) : std::nullopt, unit);
+      add(module, {out}, style == Style::kColumn ? shard_dim_of(style) : std::nullopt, unit);
     }
   }
 
@@ -211,11 +211,12 @@ void collect(Collector& collector, const DecoderModel& model) {
 void check_tied(const Styles& styles, const ModelSpec& model) {
   const auto* decoder = std::get_if<DecoderModel>(&model);
   const Collector collector(styles);
-  const bool is_alike = weight_dim(collector.style_of("model.embed_tokens")) ==
-                        weight_dim(collector.style_of("lm_head"));
+  const bool is_alike = shard_dim_of(collector.style_of("model.embed_tokens")) ==
+                        shard_dim_of(collector.style_of("lm_head"));
   if (decoder != nullptr && decoder->is_tied && !is_alike) {
     throw std::invalid_argument(
-        "memory: the plan cuts one of 'model.embed_tokens' and 'lm_head', whose weights are tied; "
+        "memory: the plan shards only one of 'model.embed_tokens' and 'lm_head', whose weights are "
+        "tied; "
         "give them 'vocab_embedding' and 'column_gather_output', or no rules");
   }
 }

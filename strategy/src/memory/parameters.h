@@ -16,11 +16,11 @@ struct Parameter {
   std::string module;
   std::vector<int64_t> shape;
   std::optional<std::size_t> shard_dim;  // over the tensor-parallel axis; nullopt: replicated
-  int64_t unit = 0;  // of fully sharded data parallelism: 0 the root, then blocks
+  int64_t unit = 0;                      // of FSDP: 0 is the root, block i is i + 1
 };
 
-// A module's style; for a layer, also whether it belongs to a fused column_row_mlp, and whether
-// that recomputes its hidden activations.
+// A module's style. `recompute`, of a fused column_row_mlp and its layers: whether the MLP
+// recomputes its hidden activations. `is_fused`: whether a layer belongs to such an MLP.
 struct ModuleStyle {
   Style style = Style::kReplicate;
   bool recompute = false;

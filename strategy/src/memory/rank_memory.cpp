@@ -90,7 +90,7 @@ Buffer RankMemory::product(MemoryCategory category, int64_t num_bytes) {
   return hold_bytes(replayed_ != nullptr ? MemoryCategory::kScratch : category, num_bytes);
 }
 
-int64_t RankMemory::weight_dim(const std::string& module, std::size_t dim) const {
+int64_t RankMemory::weight_dim_size(const std::string& module, std::size_t dim) const {
   return shapes_[by_module_.at(module).front()].at(dim);
 }
 

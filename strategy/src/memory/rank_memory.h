@@ -18,12 +18,12 @@ class RankMemory {
  public:
   RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& timeline);
 
-  // Activations have 2 bytes per element in a half type, else 4.
+  // Hold an activation of `num` elements: 2 bytes each in half precision, else 4.
   Buffer saved(int64_t num) { return hold_bytes(saved_category(), num * activation_bytes_); }
   Buffer scratch(int64_t num) {
     return hold_bytes(MemoryCategory::kScratch, num * activation_bytes_);
   }
-  // Saves tensors that autocast leaves in float32: the residual stream, norms and the loss.
+  // Saves a tensor that autocast leaves in float32: the residual stream, norms and the loss.
   Buffer saved_wide(int64_t num) { return hold_bytes(saved_category(), num * wide_bytes_); }
   Buffer hold_bytes(MemoryCategory category, int64_t num_bytes) {
     return timeline_.hold(category, num_bytes);
@@ -51,7 +51,7 @@ class RankMemory {
   void end_recomputation() { replayed_ = nullptr; }
 
   // Returns the size of dim `dim` of this rank's tensor-parallel shard of a layer's weight.
-  [[nodiscard]] int64_t weight_dim(const std::string& module, std::size_t dim) const;
+  [[nodiscard]] int64_t weight_dim_size(const std::string& module, std::size_t dim) const;
   [[nodiscard]] const ModuleStyle& style(const std::string& module) const;
 
   // Allocates the parameters: as shards, or full first if initialization is not deferred.
@@ -59,7 +59,7 @@ class RankMemory {
   void make_optimizer_state();
 
   // Allocates the gradients of a module's parameters, and steps if the step is in the backward.
-  // With data parallelism, both complete in reduce_gradients().
+  // With data parallelism, allocates unsharded gradients; reduce_gradients() does the rest.
   void make_gradients(const std::string& module);
   // The same for a layer of a fused MLP, whose weight may be stepped some rows at a time.
   void make_mlp_gradients(const std::string& module);
@@ -79,13 +79,14 @@ class RankMemory {
   void reshard(int64_t unit);
   void reduce_gradients(int64_t unit);
 
-  // Grow the staging buffers, which collectives use in turn, to hold messages of `num_bytes`. A
-  // message that is sent once in a step touches only one of the two buffers, because the number of
-  // messages in a step is even.
+  // Grow the two staging buffers, which collectives use in turn, to hold messages of `num_bytes`. A
+  // message that is sent once in a step uses the same buffer in each step, because the number of
+  // messages in a step is even: communicate_once() grows only that one.
   void communicate(int64_t num_bytes);
   void communicate_once(int64_t num_bytes);
 
-  // Half-precision copies of all weights, and of their gradients, if precision is mixed.
+  // Allocate and drop half-precision copies of all weights and of their gradients, if precision is
+  // mixed.
   void copy_weights();
   void copy_gradients();
   void drop_copies();

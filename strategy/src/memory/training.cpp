@@ -75,7 +75,7 @@ class DecoderRun : public Run {
       blocks_.emplace_back(memory, model, layer, spec.checkpointing);
     }
     const Style embedding = memory.style("model.embed_tokens").style;
-    own_vocabulary_ = memory.weight_dim(model.is_tied ? "model.embed_tokens" : "lm_head", 0);
+    own_vocabulary_ = memory.weight_dim_size(model.is_tied ? "model.embed_tokens" : "lm_head", 0);
     gathers_logits_ = memory.style("lm_head").style == Style::kColumnGatherOutput &&
                       own_vocabulary_ < model.vocab_size;
     vocabulary_ = gathers_logits_ ? model.vocab_size : own_vocabulary_;
@@ -214,7 +214,7 @@ void check_model(const DecoderModel& model, const TrainingSpec& spec) {
   }
 }
 
-void check_rows(const TrainingSpec& spec) {
+void check_steps_by_rows(const TrainingSpec& spec) {
   for (const std::string_view axis : {"data_parallel", "data_replicate"}) {
     if (detail::axis_size(spec.mesh, axis) > 1) {
       throw std::invalid_argument("memory: the mesh '" + spec.mesh.to_string() +
@@ -227,8 +227,8 @@ void check_rows(const TrainingSpec& spec) {
       styles.begin(), styles.end(), [](const auto& each) { return each.second.is_fused; });
   if (!has_fused) {
     throw std::invalid_argument(
-        "memory: there is no fused MLP whose weights could be stepped by rows; name one by "
-        "column_row_mlp in the plan, or step full weights");
+        "memory: there is no fused MLP whose weights could be stepped by rows; give one the style "
+        "'column_row_mlp' in the plan, or step full weights");
   }
 }
 
@@ -250,14 +250,14 @@ void check(const TrainingSpec& spec) {
         "it");
   }
   if (spec.steps_by_rows) {
-    check_rows(spec);
+    check_steps_by_rows(spec);
   }
   if (spec.checkpointing == Checkpointing::kSelective) {
     for (const auto& [module, style] : detail::resolve_styles(spec)) {
       if (style.recompute) {
-        throw std::invalid_argument("memory: a selective checkpoint would keep what the rule of " +
-                                    detail::quote_module(module) +
-                                    " lets go of by recompute; leave out one of the two");
+        throw std::invalid_argument(
+            "memory: a selective checkpoint would keep activations that the rule of " +
+            detail::quote_module(module) + " recomputes; leave out one of the two");
       }
     }
   }
@@ -294,7 +294,7 @@ std::vector<RankClass> distinct_ranks(const TrainingSpec& spec) {
   check(spec);
   const int64_t tp_size = detail::axis_size(spec.mesh, "tensor_parallel");
   const auto parameters = detail::parameters_of(spec.model, detail::resolve_styles(spec));
-  std::map<std::vector<int64_t>, RankClass> classes;  // by the local shapes
+  std::map<std::vector<int64_t>, RankClass> classes;  // by the local sizes of all parameters
   // Ranks that differ only in other coordinates hold the same bytes, as FSDP2 pads its shards.
   const std::vector<int64_t> group = spec.mesh.has_axis("tensor_parallel")
                                          ? spec.mesh.group("tensor_parallel", 0)
@@ -306,14 +306,14 @@ std::vector<RankClass> distinct_ranks(const TrainingSpec& spec) {
       sizes.push_back(
           detail::num_elements(detail::tensor_parallel_shape(parameter, tp_size, tp_rank)));
     }
-    const RankClass alike{.global_rank = group.at(static_cast<std::size_t>(tp_rank)),
-                          .num_ranks = 0};
-    classes.try_emplace(sizes, alike).first->second.num_ranks += spec.mesh.size() / tp_size;
+    const RankClass rank_class{.global_rank = group.at(static_cast<std::size_t>(tp_rank)),
+                               .num_ranks = 0};
+    classes.try_emplace(sizes, rank_class).first->second.num_ranks += spec.mesh.size() / tp_size;
   }
   std::vector<RankClass> result;
   result.reserve(classes.size());
-  for (const auto& [shapes, alike] : classes) {
-    result.push_back(alike);
+  for (const auto& [sizes, rank_class] : classes) {
+    result.push_back(rank_class);
   }
   std::sort(result.begin(), result.end(), [](const RankClass& a, const RankClass& b) {
     return a.global_rank < b.global_rank;

@@ -134,15 +134,12 @@ class CommunicationPass {
     }
   }
 
-  // Posts the receive that `action` needs, and those of earlier messages on its channel. Returns
-  // whether it needs one.
-  bool post_input(const Action& action) {
-    const auto idx = input_channel(action);
-    if (idx) {
+  // Posts the receive that `action` needs, if any, and those of earlier messages on its channel.
+  void post_input(const Action& action) {
+    if (const auto idx = input_channel(action)) {
       const Channel& channel = channels_[*idx];
       post(*idx, channel.positions[static_cast<size_t>(action.micro_batch)] + 1);
     }
-    return idx.has_value();
   }
 
   // Whether an action's input from another rank has been sent. Inputs from its own rank precede it
@@ -207,13 +204,13 @@ class CommunicationPass {
 
 Schedule add_communication(const Schedule& schedule, const CommunicationOptions& options) {
   if (options.channel_capacity < 0 || options.prefetch < 0) {
-    throw std::invalid_argument("schedule: channel_capacity " +
+    throw std::invalid_argument("schedule: got channel_capacity " +
                                 std::to_string(options.channel_capacity) + " and prefetch " +
-                                std::to_string(options.prefetch) + " are to be 0 or more");
+                                std::to_string(options.prefetch) + "; pass 0 or more for both");
   }
   if (schedule.has_communication()) {
     throw std::invalid_argument(
-        "schedule: it has sends or receives already; pass one of arithmetic alone");
+        "schedule: it has sends or receives already; pass one without them");
   }
   check(schedule);
   return CommunicationPass(schedule, options).run();

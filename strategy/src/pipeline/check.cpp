@@ -80,7 +80,7 @@ class RankChecker {
     return rank_of[static_cast<size_t>(action.stage)] != rank_of[static_cast<size_t>(neighbour)];
   }
 
-  [[nodiscard]] bool forward_crosses(const Action& action) const {
+  [[nodiscard]] bool output_crosses(const Action& action) const {
     return schedule_.has_communication() && crosses(action, action.stage + 1);
   }
 
@@ -104,7 +104,7 @@ class RankChecker {
     check_order(action, seen);
     if (is_compute(action.kind) && has_sharding_ &&
         !unsharded_[static_cast<size_t>(action.stage)]) {
-      throw_invalid(action, "comes while its stage is not unsharded; put an UNSHARD before it");
+      throw_invalid(action, "comes while its stage is sharded; put an UNSHARD before it");
     }
     seen = static_cast<uint16_t>(seen | bit(action.kind));
   }
@@ -143,7 +143,7 @@ class RankChecker {
       case ActionKind::kBackward:
       case ActionKind::kBackwardInput:
         require(ActionKind::kForward, "comes before its forward");
-        if (forward_crosses(action)) {
+        if (output_crosses(action)) {
           require(ActionKind::kRecvBackward, "needs a gradient that no receive was posted for");
         }
         if ((seen & (bit(ActionKind::kBackward) | bit(ActionKind::kBackwardInput))) != 0) {
@@ -155,19 +155,19 @@ class RankChecker {
                 "comes before the half that gives the input's gradient");
         break;
       case ActionKind::kSendForward:
-        check_crossing(action, forward_crosses(action));
-        require(ActionKind::kForward, "sends what is not there yet");
+        check_crossing(action, output_crosses(action));
+        require(ActionKind::kForward, "sends an output that is not computed yet");
         break;
       case ActionKind::kSendBackward:
         check_crossing(action, input_crosses(action));
         require_backward_input(
-            "sends a gradient that is not there yet; put the backward before it");
+            "sends a gradient that is not computed yet; put the backward before it");
         break;
       case ActionKind::kRecvForward:
         check_crossing(action, input_crosses(action));
         break;
       case ActionKind::kRecvBackward:
-        check_crossing(action, forward_crosses(action));
+        check_crossing(action, output_crosses(action));
         break;
       default:
         break;
@@ -176,7 +176,7 @@ class RankChecker {
 
   static void check_crossing(const Action& action, bool crosses) {
     if (!crosses) {
-      throw_invalid(action, "has no other rank at its end; remove it");
+      throw_invalid(action, "crosses no boundary between ranks; remove it");
     }
   }
 
@@ -190,7 +190,7 @@ class RankChecker {
     };
     const Action action{stage, micro_batch, ActionKind::kForward};
     require(ActionKind::kForward);
-    if (forward_crosses(action)) {
+    if (output_crosses(action)) {
       require(ActionKind::kSendForward);
     }
     if (!schedule_.has_backward()) {

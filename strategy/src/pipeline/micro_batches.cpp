@@ -62,8 +62,8 @@ std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> sh
 
 std::vector<std::vector<int64_t>> tapered_sizes(int64_t batch_size,
                                                 int64_t count,
-                                                int64_t longest) {
-  constexpr int64_t kLongest = 4;
+                                                int64_t max_tapered) {
+  constexpr int64_t kMaxTapered = 4;
   constexpr auto kSmallest = std::to_array<double>({1.0 / 4, 1.0 / 3, 1.0 / 2, 2.0 / 3, 3.0 / 4});
   struct Ends {
     bool first;
@@ -71,13 +71,14 @@ std::vector<std::vector<int64_t>> tapered_sizes(int64_t batch_size,
   };
   const auto even = deal_samples(batch_size, std::vector<double>(static_cast<size_t>(count), 1.0));
   std::set<std::vector<int64_t>> result;
-  for (int64_t length = 1; length <= std::min({longest, kLongest, (count - 1) / 2}); length *= 2) {
+  const int64_t most = std::min({max_tapered, kMaxTapered, (count - 1) / 2});
+  for (int64_t num_tapered = 1; num_tapered <= most; num_tapered *= 2) {
     for (const double smallest : kSmallest) {
       for (const auto [first, last] : {Ends{true, true}, Ends{true, false}, Ends{false, true}}) {
         std::vector<double> shares(static_cast<size_t>(count), 1.0);
-        for (int64_t i = 0; i < length; ++i) {
+        for (int64_t i = 0; i < num_tapered; ++i) {
           const double share =
-              smallest + (1 - smallest) * static_cast<double>(i) / static_cast<double>(length);
+              smallest + (1 - smallest) * static_cast<double>(i) / static_cast<double>(num_tapered);
           if (first) {
             shares[static_cast<size_t>(i)] = share;
           }

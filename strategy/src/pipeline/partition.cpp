@@ -95,10 +95,10 @@ class Sums {
     if (options_.memory_limit && stage_bytes > *options_.memory_limit) {
       return kImpossible;
     }
-    const auto share = [](double part, double all) { return all > 0 ? part / all : 0; };
+    const auto fraction = [](double value, double all) { return all > 0 ? value / all : 0; };
     const auto all_bytes = static_cast<double>(parameters_.back() + activations_.back());
-    return (1 - memory_weight) * share(time(begin, end), times_.back()) +
-           memory_weight * share(static_cast<double>(stage_bytes), all_bytes);
+    return (1 - memory_weight) * fraction(time(begin, end), times_.back()) +
+           memory_weight * fraction(static_cast<double>(stage_bytes), all_bytes);
   }
 
  private:
@@ -168,7 +168,7 @@ Cut least_worst(const Sums& sums, size_t num_stages, double memory_weight) {
   }
   throw std::invalid_argument("partition: no cut of " + std::to_string(layers.size()) +
                               " layers into " + std::to_string(num_stages) +
-                              " stages keeps each below " + std::to_string(limit) +
+                              " stages keeps each within " + std::to_string(limit) +
                               " bytes; allow " + std::to_string(least) + ", or use more stages");
 }
 

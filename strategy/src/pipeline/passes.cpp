@@ -103,13 +103,13 @@ template <typename Keeps>
 Schedule keep_if(const Schedule& schedule, Keeps keeps) {
   if (schedule.has_communication()) {
     throw std::invalid_argument(
-        "schedule: it has sends or receives already; pass one of arithmetic alone");
+        "schedule: it has sends or receives already; pass one of compute actions only");
   }
   for (const Actions& actions : schedule.ranks()) {
     for (const Action& action : actions) {
       if (!is_compute(action.kind)) {
         throw std::invalid_argument("schedule: " + to_string(action) +
-                                    " is there already; pass one of arithmetic alone");
+                                    " is there already; pass one of compute actions only");
       }
     }
   }

@@ -23,7 +23,7 @@ class Costs {
         num_micro_batches_(static_cast<size_t>(schedule.num_micro_batches())),
         is_per_micro_batch_(costs.size() == num_stages_ * num_micro_batches_) {
     if (num_stages_ == 0) {
-      throw std::invalid_argument("simulate: the schedule has no actions; pass one that has");
+      throw std::invalid_argument("simulate: the schedule has no actions; pass one with actions");
     }
     if (costs.size() != 1 && costs.size() != num_stages_ && !is_per_micro_batch_) {
       throw std::invalid_argument(
@@ -115,7 +115,7 @@ class Holdings {
       bytes_[static_cast<size_t>(schedule.rank_of()[stage])] += costs.at(stage, 0).parameter_bytes;
     }
     result.peak_bytes = bytes_;
-    keeps_ = schedule.has_backward();
+    keeps_activations_ = schedule.has_backward();
   }
 
   void count(size_t rank, const Action& action) {
@@ -126,7 +126,8 @@ class Holdings {
       result_.peak_bytes[rank] = std::max(result_.peak_bytes[rank], bytes_[rank]);
     }
     // Without backwards, nothing is kept after the forward.
-    if (ends_backward(action.kind) || (!keeps_ && action.kind == ActionKind::kForward)) {
+    if (ends_backward(action.kind) ||
+        (!keeps_activations_ && action.kind == ActionKind::kForward)) {
       --counts_[stage];
       bytes_[rank] -= costs_.at(action).activation_bytes;
     }
@@ -137,7 +138,7 @@ class Holdings {
   Simulation& result_;
   std::vector<int64_t> counts_;  // micro-batches in flight, by stage
   std::vector<int64_t> bytes_;   // held, by rank
-  bool keeps_ = true;
+  bool keeps_activations_ = true;
 };
 
 // The times at which results arrive on their consumers' ranks, by stage and micro-batch.

@@ -10,16 +10,17 @@
 
 namespace weft::strategy::detail {
 
-// Visits the actions of a schedule in an order that respects their dependencies: an action follows
-// its predecessor in its rank's list, a forward that of the previous stage, a backward that of the
-// next stage and its own forward. In a schedule with communication, a message arrives with its
-// send, and a send blocks while `channel_capacity` messages of its channel have been sent whose
-// receives are not posted. A channel is one boundary between stages in one direction.
+// Visits the actions of a schedule in an order that respects their dependencies. Each action
+// follows its predecessor in its rank's list. A forward follows the previous stage's forward of the
+// same micro-batch; a backward follows its own stage's forward and the next stage's backward. In a
+// schedule with communication, a message arrives with its send, and a send blocks while
+// `channel_capacity` messages of its channel have been sent whose receives are not posted. A
+// channel is one boundary between stages in one direction.
 //
 // Advances rank after rank, each until it blocks, so that the order is deterministic.
 class Traversal {
  public:
-  // `schedule` is borrowed. REQUIRES: its stages times its micro-batches can be counted in memory.
+  // `schedule` is borrowed. REQUIRES: memory for flags of each stage and micro-batch.
   Traversal(const Schedule& schedule, int64_t channel_capacity);
 
   using Visit = std::function<void(size_t rank, const Action& action)>;
@@ -31,8 +32,9 @@ class Traversal {
   // 1B0".
   [[nodiscard]] std::string describe_deadlock() const;
 
-  // Whether the dependencies of an action on any rank are met; and records that it is done.
+  // Returns whether an action's inputs have arrived or, for a send, whether its channel has room.
   [[nodiscard]] bool is_ready(const Action& action) const;
+  // Records that an action is done.
   void finish(const Action& action);
 
  private:

@@ -130,10 +130,10 @@ std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOpti
           best = std::move(point);
         }
       }
-      const TunePoint& other = points.back();
+      const TunePoint& even_point = points.back();
       // Faster by more than rounding.
       if (best && std::tuple(!best->fits, best->makespan) <
-                      std::tuple(!other.fits, other.makespan * (1 - 1e-6))) {
+                      std::tuple(!even_point.fits, even_point.makespan * (1 - 1e-6))) {
         points.push_back(*std::move(best));
       }
     }

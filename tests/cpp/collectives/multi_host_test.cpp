@@ -25,7 +25,7 @@ CollectiveCall sum(Values& values) {
 TEST(HostLayoutTest, HostsAreInTheOrderOfTheirLowestRanks) {
   const HostLayout layout({"x", "b", "x", "a", "b"}, 4);
   EXPECT_EQ(layout.num_hosts(), 3);
-  EXPECT_EQ(layout.ranks, (std::vector<std::vector<int>>{{0, 2}, {1, 4}, {3}}));
+  EXPECT_EQ(layout.ranks_by_host, (std::vector<std::vector<int>>{{0, 2}, {1, 4}, {3}}));
   EXPECT_EQ(layout.own_host(), 1);
   EXPECT_EQ(layout.leader_of(2), 3);
   EXPECT_EQ(layout.local_rank_of(4), 1);

@@ -87,7 +87,7 @@ double relative_tolerance(at::ScalarType type) {
 }
 
 // `magnitude` is the product of the factors' absolute values. Where sums cancel (near a zero of
-// act', in the tails of the textbook formulae), the error is relative to a tenth of it.
+// act', in the tails of the textbook formulae), the error is relative to a tenth of `magnitude`.
 void expect_close(const std::string& what,
                   const at::Tensor& actual,
                   const std::function<double(std::size_t)>& expected,

@@ -29,7 +29,7 @@ constexpr int64_t kSize = 1100;  // two tiles and a partial one
 struct Inputs {
   at::Tensor logits = at::randn({kRows, kSize}) * 3;
   at::Tensor target = at::randint(-1, kSize, {kRows}, at::kLong);
-  at::Tensor grad = at::randn({kRows});
+  at::Tensor grad_losses = at::randn({kRows});
 
   Inputs() {
     constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -56,7 +56,7 @@ Results run(const Inputs& in) {
   results.normalizers = results.statistics.slice(1, 0, 2).t().contiguous();
   results.normalizers[1].log_();
   results.gradient = at::empty_like(in.logits);
-  cpu::cross_entropy_gradient({.grad_losses = in.grad,
+  cpu::cross_entropy_gradient({.grad_losses = in.grad_losses,
                                .logits = in.logits,
                                .target = in.target,
                                .normalizers = results.normalizers,
@@ -114,10 +114,10 @@ TEST(CrossEntropyInstructionSets, AgreeWithEachOther) {
         .smoothing_per_class = 0.1 / kSize,
         .targets = targets,
         .logits = in.logits.const_data_ptr(),
-        .grad = in.grad.const_data_ptr(),
+        .grad_losses = in.grad_losses.const_data_ptr(),
         .largest = expected.normalizers[0].const_data_ptr(),
         .log_sum = expected.normalizers[1].const_data_ptr(),
-        .gradient = gradient.mutable_data_ptr()};
+        .grad_logits = gradient.mutable_data_ptr()};
     // In two ranges, as with two threads.
     set.loops.cross_entropy_statistics(forward, 0, 20);
     set.loops.cross_entropy_statistics(forward, 20, kRows);
@@ -145,11 +145,13 @@ TEST(CrossEntropyErrors, NameTheMismatch) {
   const at::Tensor logits = at::ones({2, 5});
   const at::Tensor target = at::zeros({2}, at::kLong);
   EXPECT_EQ(error_of(logits, target), "none");
-  EXPECT_EQ(error_of(logits, at::zeros({3}, at::kLong)),
-            "cross_entropy got target of shape [3] for logits of shape [2, 5]; pass one for each "
-            "row.");
-  EXPECT_EQ(error_of(logits, at::zeros({2})),
-            "cross_entropy got target of Float [2]; pass one dim of int64 or int32.");
+  EXPECT_EQ(
+      error_of(logits, at::zeros({3}, at::kLong)),
+      "cross_entropy got target of shape [3] for logits of shape [2, 5]; pass a last dim with "
+      "one entry per row of the logits.");
+  EXPECT_EQ(
+      error_of(logits, at::zeros({2})),
+      "cross_entropy got target of Float [2]; pass a tensor with one dim, of int64 or int32.");
   EXPECT_EQ(error_of(at::ones({5}), target),
             "cross_entropy got logits of shape [5]; pass a matrix, a row for each token.");
   EXPECT_EQ(error_of(logits.to(at::kLong), target),

@@ -11,12 +11,12 @@ namespace weft::kernels::reference {
 
 struct Statistics {
   double largest;
-  double sum;
+  double sum;  // of exp(logit - largest)
   double target_logit;
-  double total;
+  double total;  // sum of the logits
 };
 
-// `column`: that of the target, or -1.
+// `column`: the column of the target, or -1 if the target is ignored or belongs to another shard.
 inline Statistics statistics(const std::vector<double>& logits, int64_t column) {
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   Statistics result{-kInfinity, 0, 0, 0};
@@ -43,7 +43,7 @@ inline double probability(double logit, Normalizers normalizers) {
   return std::exp(logit - normalizers.largest - normalizers.log_sum);
 }
 
-// The gradient of a row that is not ignored.
+// The gradient of a logit of probability `p`, in a row that is not ignored.
 inline double gradient(
     double grad, double p, bool is_target, double smoothing, double num_classes) {
   return grad * (p - smoothing / num_classes - (is_target ? 1 - smoothing : 0));

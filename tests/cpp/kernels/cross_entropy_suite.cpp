@@ -55,10 +55,11 @@ at::ScalarType scalar_of(at::ScalarType type) {
   return type == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-// Some units in the last place of the compute type; in double, of the reference's plain sums.
+// Relative: some units in the last place of float32; in float64, the rounding error of the
+// reference's plain sums.
 double tolerance_of(at::ScalarType type) { return type == at::kDouble ? 1e-12 : 2e-6; }
 
-// Half types: half a unit, for one rounding.
+// Relative, for the one rounding of bfloat16 and float16: half a unit in the last place.
 double rounding_of(at::ScalarType type) {
   return type == at::kBFloat16 ? 0.00390625 * 1.001 : type == at::kHalf ? 0.00048828125 * 1.001 : 0;
 }
@@ -87,12 +88,14 @@ class CrossEntropyKernels : public ::testing::Test {
 
   at::Tensor on_device(const at::Tensor& tensor) const { return tensor.to(kernels_.device); }
 
-  at::Tensor statistics_of(const at::Tensor& logits, const at::Tensor& target, bool sum) const {
+  at::Tensor statistics_of(const at::Tensor& logits,
+                           const at::Tensor& target,
+                           bool wants_sum) const {
     return kernels_.statistics({.logits = logits,
                                 .target = on_device(target),
                                 .vocab_start = kStart,
                                 .ignore_index = kIgnored,
-                                .wants_sum = sum});
+                                .wants_sum = wants_sum});
   }
 
   void write_gradient(const at::Tensor& gradient,
@@ -201,7 +204,8 @@ class CrossEntropyCases : public CrossEntropyKernels, public ::testing::WithPara
     return finish(at::randn({rows, c.size}, at::kDouble));
   }
 
-  // Normalizers as if another shard had three times the sum and, in row 2, a larger logit.
+  // Normalizers as if the other shards had three times the sum of exponentials of this one and, in
+  // row 2, a logit that is larger by 1.
   static at::Tensor normalizers_of(const at::Tensor& logits) {
     at::Tensor result = at::empty({2, logits.size(0)}, at::kDouble);
     for (int64_t row = 0; row < logits.size(0); ++row) {

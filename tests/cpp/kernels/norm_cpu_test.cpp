@@ -120,7 +120,7 @@ TEST(NormKernels, RejectMismatchedOperands) {
             "last dim of x.");
   EXPECT_EQ(error_of(in.x, in.weight.to(at::kDouble)),
             "norm got weight of dtype Double with x of dtype Float; pass the dtype of x, or "
-            "float32 beside half types.");
+            "float32 if x is bfloat16 or float16.");
   EXPECT_EQ(error_of(in.x.to(at::kLong), {}),
             "norm got x of dtype Long; convert to float32, float64, bfloat16 or float16.");
   EXPECT_EQ(error_of(in.x.to(at::kMeta), {}),

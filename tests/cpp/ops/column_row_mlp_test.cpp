@@ -213,7 +213,7 @@ TEST(ColumnRowMlpErrors, OneSentenceBeforeAnyCommunication) {
         "weft::column_row_mlp: got b1 of shape [5], which must be [6], one entry for each row of "
         "w1; shard bias and weight alike.");
     EXPECT_EQ(error(x, {w, w2, {}, {}, {}, at::ones({6})}),
-              "weft::column_row_mlp: got b3 without w3, whose bias it is; pass both or neither.");
+              "weft::column_row_mlp: got b3 without w3, whose bias it is; pass w3 too, or no b3.");
     EXPECT_EQ(
         error(x, {w, w2}, "swish"),
         "weft::column_row_mlp: got activation 'swish'; pass one of 'silu', 'gelu', 'gelu_tanh', "

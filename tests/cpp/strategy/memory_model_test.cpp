@@ -233,11 +233,11 @@ TEST(MemoryModelErrors, Sentences) {
             "for it; leave its rule out for an upper bound");
   std::get<DecoderModel>(spec.model).is_tied = true;
   EXPECT_EQ(plan_error({"model.embed_tokens", Style::kVocabEmbedding, {}}),
-            "memory: the plan cuts one of 'model.embed_tokens' and 'lm_head', whose weights are "
-            "tied; give them 'vocab_embedding' and 'column_gather_output', or no rules");
+            "memory: the plan shards only one of 'model.embed_tokens' and 'lm_head', whose weights "
+            "are tied; give them 'vocab_embedding' and 'column_gather_output', or no rules");
   EXPECT_EQ(plan_error({"model.layers.0.mlp.up_proj", Style::kColumnGatherOutput, {}}),
             "memory: the plan gives 'model.layers.0.mlp.up_proj' the style 'column_gather_output', "
-            "but there is a prediction for 'lm_head' alone; leave its rule out");
+            "but only 'lm_head' has a prediction for it; leave the rule out");
   for (const auto& [option, rule] : std::vector<std::pair<std::string, Rule>>{
            {"recompute", {"model.norm", Style::kReplicate, {}, true}},
            {"offload", {"model.norm", Style::kReplicate, {}, false, true}},
@@ -250,8 +250,8 @@ TEST(MemoryModelErrors, Sentences) {
   spec.plan = Plan({{"model.layers.*.mlp", Style::kColumnRowMlp, {}, true}});
   spec.checkpointing = Checkpointing::kSelective;
   EXPECT_EQ(error_of([&] { return predict_memory(spec, 0).size(); }),
-            "memory: a selective checkpoint would keep what the rule of 'model.layers.0.mlp' lets "
-            "go of by recompute; leave out one of the two");
+            "memory: a selective checkpoint would keep activations that the rule of "
+            "'model.layers.0.mlp' recomputes; leave out one of the two");
   spec.plan.reset();
   spec.optimizer = OptimizerKind::kAdagrad;
   spec.steps_in_backward = true;
@@ -262,8 +262,8 @@ TEST(MemoryModelErrors, Sentences) {
   by_rows.steps_in_backward = by_rows.steps_by_rows = true;
   by_rows.plan = Plan({{"w1", Style::kColumn}, {"w3", Style::kColumn}, {"w2", Style::kRow}});
   EXPECT_EQ(error_of([&] { return predict_memory(by_rows, 0).size(); }),
-            "memory: there is no fused MLP whose weights could be stepped by rows; name one by "
-            "column_row_mlp in the plan, or step full weights");
+            "memory: there is no fused MLP whose weights could be stepped by rows; give one "
+            "the style 'column_row_mlp' in the plan, or step full weights");
   TrainingSpec mlp = documented(1);
   mlp.checkpointing = Checkpointing::kFull;
   EXPECT_EQ(error_of([&] { return predict_memory(mlp, 0).size(); }),

@@ -209,7 +209,7 @@ TEST(MeshErrors, RanksCoordinatesAndAxesOutsideTheMesh) {
   EXPECT_EQ(error_of([&] { return mesh.group("pipeline_parallel", 0); }), no_axis);
   EXPECT_EQ(error_of([&] { return mesh.groups("pipeline_parallel"); }), no_axis);
   EXPECT_EQ(error_of([] { return Mesh().size("data_parallel"); }),
-            "mesh '': no axis 'data_parallel'; it has none");
+            "mesh '': no axis 'data_parallel'; it has no axes");
 }
 
 std::string world_size_error(const std::string& mesh, int64_t world_size) {

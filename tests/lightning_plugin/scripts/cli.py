@@ -15,7 +15,7 @@ import weft.lightning
 
 
 class Model(L.LightningModule):
-    """A feed-forward; under the Trainer its rules begin with "layers"."""
+    """A feed-forward named "layers"; the rules of plans begin with this name."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
@@ -27,12 +27,12 @@ class Model(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
-    """16 rows in 4 steps, whatever the number of ranks that share them."""
+    """16 rows in 4 steps, for any number of data-parallel ranks."""
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
         ranks = self.trainer.distributed_sampler_kwargs
-        # Lightning's own sampler shuffles with several replicas, and one replica keeps its order.
+        # Lightning's own sampler would shuffle with several replicas, and keep the order with one.
         sampler = torch.utils.data.DistributedSampler(rows, shuffle=False, **ranks)
         return torch.utils.data.DataLoader(rows, 4 // ranks["num_replicas"], sampler=sampler)
 

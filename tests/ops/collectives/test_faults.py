@@ -15,7 +15,7 @@ from soak.faults import problems_of, slow_of
 
 import weft
 from ops.collectives.hosts import across_hosts
-from support.processes import forked_text
+from support.processes import error_in_fork
 from support.ranks import on_ranks
 
 TESTS = Path(__file__).parents[2]
@@ -77,10 +77,10 @@ def test_fork_after_init(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     work = dist.all_reduce(torch.ones(10), group=group, async_op=True)  # starts the background thread
     work.wait()
-    text = forked_text(lambda: dist.all_reduce(torch.ones(3), group=group))
+    text = error_in_fork(lambda: dist.all_reduce(torch.ones(3), group=group))
     assert text.startswith("RuntimeError: weft: got a call on group"), text
     assert "in a process forked after the group was created" in text
-    assert forked_text(lambda: dist.destroy_process_group(group)) == ""
+    assert error_in_fork(lambda: dist.destroy_process_group(group)) == ""
     tensor = torch.ones(3)
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [2.0] * 3

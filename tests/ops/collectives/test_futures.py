@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from ops.collectives.hosts import across_hosts
-from support.processes import forked_text
+from support.processes import error_in_fork
 from support.ranks import on_ranks
 
 
@@ -98,7 +98,7 @@ def test_wait_for_parents_work_in_fork_raises(rank: int, world_size: int) -> Non
     received = torch.zeros(3)
     if rank == 0:
         work = dist.irecv(received, 1, group=group)
-        assert "in a process forked after the group was created" in forked_text(work.wait)
+        assert "in a process forked after the group was created" in error_in_fork(work.wait)
     dist.barrier(group=group)
     if rank == 0:
         work.wait()

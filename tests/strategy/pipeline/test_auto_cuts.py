@@ -99,7 +99,7 @@ def test_memory_limit() -> None:
     embedding = model.tok_embeddings.weight.nbytes
     assert choose_cuts(model, 2, state_factor=1, memory_limit=embedding + 2 * block).cuts == ("layers.2",)
     assert choose_cuts(model, 2, state_factor=2, memory_limit=2 * (embedding + block)).cuts == ("layers.1",)
-    with pytest.raises(ValueError, match="no cut of 9 layers into 2 stages keeps each below 100 bytes; allow"):
+    with pytest.raises(ValueError, match="no cut of 9 layers into 2 stages keeps each within 100 bytes; allow"):
         choose_cuts(model, 2, memory_limit=100)
     choice = choose_cuts(model, 2, memory_limit=100, limit_may_fail=True)
     assert choice.cuts == ("layers.3",) and "; by estimate, no cut keeps each stage below the device's" in choice.text

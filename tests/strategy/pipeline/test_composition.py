@@ -382,7 +382,7 @@ def test_sequence_shards_between_stages_raise(world_size: int) -> None:
     model = Llama(LlamaArgs(n_layers=4))
     pipeline = Pipeline(model, mesh, ["layers.2"], num_micro_batches=2)
     weft.parallelize(model, mesh, weft.Plan("auto", sequence_parallel=True))
-    with pytest.raises(ValueError, match="work on parts of the sequence, which no stage can hand to the next"):
+    with pytest.raises(ValueError, match="along the sequence, which stages do not support"):
         pipeline.step(BATCHES[0], lambda micro_batch: next_token(model, micro_batch))
 
 

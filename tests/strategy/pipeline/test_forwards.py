@@ -117,7 +117,7 @@ def test_path_that_depends_on_input_values(world_size: int) -> None:
 def test_random_path_raises(world_size: int) -> None:
     model = Branching("chance")
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), [], num_micro_batches=2)
-    with pytest.raises(RuntimeError, match="let nothing random choose the model's path"):
+    with pytest.raises(RuntimeError, match="do not let random numbers choose the model's path"):
         for _ in range(20):
             pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
 

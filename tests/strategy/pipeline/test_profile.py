@@ -106,7 +106,7 @@ def test_balanced_cuts():
     schedule = Schedule.generate("1f1b", 3, 8)  # 3, 2 and 1 in flight
     assert balanced_cuts(layers, 3, schedule=schedule, memory_weight=1.0) == ["b", "d"]
     assert balanced_cuts(layers, 3, schedule=schedule, memory_limit=500) == ["b", "d"]
-    with pytest.raises(ValueError, match="no cut of 6 layers into 3 stages keeps each below 100 bytes"):
+    with pytest.raises(ValueError, match="no cut of 6 layers into 3 stages keeps each within 100 bytes"):
         balanced_cuts(layers, 3, schedule=schedule, memory_limit=100)
 
 

@@ -10,9 +10,10 @@
 //
 // Shapes: x, gate, up and grad_h have one shape. Any strides are read; results are contiguous, in
 // the shape and dtype of the input.
-// Dtypes: float32, float64, bfloat16, float16, the same for all arguments. Half types are computed
-// in float32 per element and rounded once.
-// Errors: c10::Error when shapes, dtypes or devices disagree, before anything is allocated.
+// Dtypes: float32, float64, bfloat16, float16, the same for all arguments. bfloat16 and float16 are
+// computed in float32 per element and rounded once.
+// Errors: c10::Error, before anything is allocated, if shapes, dtypes or devices differ, for other
+// dtypes and for tensors of another type of device.
 //
 // Results for NaN and infinity are those of torch's operators in float64. Nothing here records
 // autograd history.
@@ -22,7 +23,7 @@ namespace weft::kernels::cpu {
 // act(x)
 at::Tensor activation_forward(const at::Tensor& x, Activation activation);
 
-// -> (grad_x, h), with h = act(x) recomputed, so that it need not be saved.
+// -> (grad_x, h), with h = act(x) recomputed, so that the forward need not save h.
 std::tuple<at::Tensor, at::Tensor> activation_backward(const at::Tensor& grad_h,
                                                        const at::Tensor& x,
                                                        Activation activation);

@@ -11,9 +11,9 @@
 // target and grad_losses [tokens]; normalizers [2, tokens]. Any strides are read; logits whose rows
 // are not contiguous are copied.
 // Dtypes: float32, float64, bfloat16, float16 for logits and grad_logits; int64 or int32 for
-// target. Half types are computed in float32 and rounded once. Statistics, grad_losses and
-// normalizers are float32, or float64 for float64.
-// Errors: c10::Error when shapes, dtypes or devices disagree, before anything is allocated.
+// target. The computation and the statistics are in float32, or in float64 for float64 logits;
+// grad_losses and normalizers are converted to that dtype, and grad_logits is rounded once.
+// Errors: c10::Error, before anything is allocated, if shapes, dtypes or devices differ from these.
 //
 // A target outside the classes of the logits belongs to another shard.
 // Nothing here records autograd history.
@@ -24,7 +24,7 @@ struct CrossEntropyStatisticsArguments {
   const at::Tensor& target;
   int64_t vocab_start;
   int64_t ignore_index;  // a target without loss and gradient
-  bool wants_sum;        // whether to sum the logits, for label smoothing
+  bool wants_sum;        // whether to return the sum of the logits, for label smoothing
 };
 
 struct CrossEntropyGradientArguments {
@@ -42,13 +42,13 @@ struct CrossEntropyGradientArguments {
 
 namespace cpu {
 
-// Returns [tokens, 4]: largest logit, sum of exp(logit - largest), logit of the target (0 if it is
-// ignored or belongs to another shard), sum of the logits (0 unless wanted). The first two are
-// -infinity and 0 if there are no classes or all are masked out.
+// Returns [tokens, 4]: largest logit, sum of exp(logit - largest), logit of the target (0 if the
+// target is ignored or belongs to another shard), sum of the logits (0 unless `wants_sum`). The
+// first two are -infinity and 0 if the shard has no classes or all its logits are -infinity.
 at::Tensor cross_entropy_statistics(const CrossEntropyStatisticsArguments& arguments);
 
-// Writes the gradient of the logits to `grad_logits`, contiguous and of their shape and dtype,
-// which may be `logits` itself.
+// Writes the gradient of the logits to `grad_logits`, a contiguous tensor of their shape and dtype.
+// It may be `logits` itself.
 void cross_entropy_gradient(const CrossEntropyGradientArguments& arguments,
                             const at::Tensor& grad_logits);
 

@@ -5,16 +5,16 @@
 #include <cstdint>
 
 // Dropout that is independent of sharding: whether an element is dropped depends only on the seed
-// and on its place in the unsharded tensor, not on the sharding, the device or the number of
+// and on its position in the unsharded tensor, not on the sharding, the device or the number of
 // threads.
 //
 // Dtypes: float32, float64, bfloat16, float16. Any strides are read; results are contiguous.
 // Errors: c10::Error for another dtype or device, before anything is allocated.
 namespace weft::kernels {
 
-// The place of x in an unsharded tensor, which is sharded along one dim: viewed as
-// [outer, size, inner], x has entries [begin, begin + size) of the dim's `full_size`. An unsharded
-// tensor can be described with outer 1.
+// The place of x in a tensor that is sharded along one dim. x is viewed as [outer, size, inner],
+// the unsharded tensor as [outer, full_size, inner]: x has the entries [begin, begin + size) of the
+// middle dim. An unsharded x of n elements is {.inner = 1, .size = n, .begin = 0, .full_size = n}.
 struct DropoutPlace {
   int64_t inner;
   int64_t size;

@@ -6,12 +6,13 @@
 
 // RMS and layer norms over the last dim, optionally of the sum with a residual.
 //
-// Shapes: x, residual and gradients [..., d], all of one shape; weight and bias [d]; mean and rstd
-// [...], whose elements are the rows. Any strides are read; results are contiguous.
+// Shapes: x, residual, grad_y and grad_sum [..., d], all of one shape; weight and bias [d]; mean
+// and rstd [...], one element for each row of d elements of x. Any strides are read; results are
+// contiguous.
 // Dtypes: float32, float64, bfloat16, float16 for x; weight and bias have the dtype of x, or both
-// float32 if x is a half type. Half types are computed in float32 and rounded once; mean and rstd
-// are float32, or float64 for float64.
-// Errors: c10::Error when shapes, dtypes or devices disagree, before anything is allocated.
+// float32 if x is bfloat16 or float16. bfloat16 and float16 are computed in float32 and rounded
+// once; mean and rstd are float32, or float64 for float64.
+// Errors: c10::Error, before anything is allocated, if shapes, dtypes or devices differ from these.
 //
 // Nothing here records autograd history.
 namespace weft::kernels {
@@ -30,7 +31,7 @@ struct NormResult {
   at::Tensor y;     // norm(x + residual) * weight + bias
   at::Tensor sum;   // x + residual, rounded: the norm's input; undefined without residual
   at::Tensor mean;  // undefined for kRms
-  at::Tensor rstd;
+  at::Tensor rstd;  // 1 / sqrt(variance + eps); for kRms 1 / sqrt(mean square + eps)
 };
 
 struct NormSaved {
@@ -40,22 +41,24 @@ struct NormSaved {
   const at::Tensor& rstd;
 };
 
+// The gradients that a backward computes.
 struct NormWanted {
   bool input;
   bool params;
-  bool bias;  // with `params`
+  bool bias;  // whether `params` includes the gradient of bias besides that of weight
 };
 
 struct NormGradients {
-  at::Tensor input;   // of x and of residual, which are equal; undefined unless wanted
-  at::Tensor params;  // [1, d]: of weight; [2, d]: of weight and bias; in the dtype of weight
+  at::Tensor input;  // the gradient of x and also of residual; undefined unless wanted
+  // [1, d]: of weight; [2, d]: of weight and bias; in the dtype of weight. Undefined unless wanted.
+  at::Tensor params;
 };
 
 namespace cpu {
 
 NormResult norm_forward(const NormArguments& arguments, Norm norm);
 
-// `grad_sum` is the gradient of NormResult::sum; it is added to the input's gradient.
+// `grad_sum`, the gradient of NormResult::sum, is added to the input's gradient.
 NormGradients norm_backward(const at::Tensor& grad_y,
                             const std::optional<at::Tensor>& grad_sum,
                             const NormSaved& saved,

@@ -11,9 +11,10 @@ namespace weft::collectives {
 
 namespace {
 
-// The host of a late rank can name it in the error. To receive that error, leaders wait for other
-// hosts longer than the timeout by this time, ranks that wait for their leader by twice this time,
-// and ranks that wait for any rank of another host by three times this time.
+// The ranks of a late rank's host detect which rank is late, and name it in their error. To receive
+// that error, leaders wait for other hosts longer than the timeout by this time, ranks that wait
+// for their leader by twice this time, and ranks that wait for any rank of another host by three
+// times this time.
 constexpr std::chrono::milliseconds kGrace{500};
 
 }  // namespace
@@ -61,7 +62,8 @@ void CrossHost::run() {
 void CrossHost::run_on_host(CollectiveCall step) {
   step.purpose = what_;
   const OperationPtr operation = local_group_.make(std::move(step));
-  // Once all ranks of a host have arrived, they wait for their leader, which waits for other hosts.
+  // Once all ranks of a host have arrived, the others wait for their leader, which waits for other
+  // hosts.
   if (all_arrived_ && !layout_.is_leader()) operation->grace = 2 * kGrace;
   operation->timeout = timeout_;
   local_group_.submit(operation, false);
@@ -92,14 +94,14 @@ void CrossHost::compare_signatures() {
   std::vector<std::byte> records(num_ranks * record_bytes);  // grouped by host
   std::vector<std::byte*> record_of(num_ranks);
   std::byte* next = records.data();
-  for (const auto& of_host : layout_.ranks) {
+  for (const auto& of_host : layout_.ranks_by_host) {
     for (const int rank : of_host) {
       record_of[static_cast<size_t>(rank)] = next;
       next += record_bytes;
     }
   }
 
-  std::byte* const own = record_of[static_cast<size_t>(layout_.rank)];
+  std::byte* const own = record_of[static_cast<size_t>(layout_.own_rank)];
   std::memcpy(own, &call_.header, sizeof call_.header);
   auto* const counts = reinterpret_cast<int64_t*>(own + sizeof call_.header);
   std::ranges::copy(call_.send_counts, counts);
@@ -136,11 +138,11 @@ void CrossHost::compare_signatures() {
 }
 
 void CrossHost::broadcast() {
-  const bool is_root = root() == layout_.rank;
+  const bool is_root = root() == layout_.own_rank;
   std::byte* const data = is_root ? const_cast<std::byte*>(input().data) : output().data;
   const int64_t num_elements = is_root ? input().num_elements : output().num_elements;
   const size_t num_bytes = call_.bytes_of(num_elements);
-  const int root_host = layout_.host_with(root());
+  const int root_host = layout_.host_of(root());
   if (root_host == layout_.own_host()) {
     const auto size = static_cast<int64_t>(num_bytes);
     run_on_host(broadcast_call(
@@ -175,7 +177,7 @@ void CrossHost::all_gather() {
 }
 
 void CrossHost::gather() {
-  const bool is_root = root() == layout_.rank;
+  const bool is_root = root() == layout_.own_rank;
   auto transfers = transfers_with_deadline(point_to_point_deadline());
   if (!layout_.is_local(root())) {
     send_to(transfers, root(), input());
@@ -194,7 +196,7 @@ void CrossHost::gather() {
 }
 
 void CrossHost::scatter() {
-  const bool is_root = root() == layout_.rank;
+  const bool is_root = root() == layout_.own_rank;
   auto transfers = transfers_with_deadline(point_to_point_deadline());
   if (!layout_.is_local(root())) {
     receive_from(transfers, root(), output());

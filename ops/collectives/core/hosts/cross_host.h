@@ -1,10 +1,10 @@
 #pragma once
 
 // One multi-host collective from start to end. Within each host it runs as collectives of the
-// host's engine. Between hosts, the leaders exchange the data of reductions, all_gather and
-// broadcast; in a gather, scatter or all_to_all, the ranks send their data to each other directly.
-// Partial results are reduced in rank order within a host, and in host order between hosts: runs
-// with one assignment of ranks to hosts give the same bits.
+// host's engine. Between hosts, the leaders (the lowest rank of each host) exchange the data of
+// reductions, all_gather and broadcast; in a gather, scatter or all_to_all, the ranks send their
+// data to each other directly. Partial results are reduced in rank order within a host, and in host
+// order between hosts: runs with the same assignment of ranks to hosts give the same bits.
 
 #include "engine.h"
 #include "layout.h"
@@ -39,14 +39,15 @@ class CrossHost {
   void scatter();
   void all_to_all();
 
-  // Steps of a collective.
+  // Steps of a collective. Partial results are in the accumulation dtype.
   void run_on_host(CollectiveCall step);
   // Reduces the inputs of the ranks of this host into `out` of the leader.
   void reduce_on_host(const std::byte* in, std::byte* out, int64_t num_elements);
   // Broadcasts bytes from the leader to the ranks of this host.
   void broadcast_on_host(std::byte* data, size_t num_bytes);
-  // On a leader: reduce the partial results of all hosts. The result is on the leader of `host`, or
-  // on all leaders, which reduce a segment each if the tensor is large.
+  // Called on every leader: reduce the partial results of all hosts in place, on the leader of
+  // `host` or on all leaders. all_reduce_between_leaders() reduces large ones by segments if there
+  // are three or more leaders.
   void reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements);
   void all_reduce_between_leaders(std::byte* partial, int64_t num_elements);
   void all_reduce_in_segments(std::byte* partial, int64_t num_elements);

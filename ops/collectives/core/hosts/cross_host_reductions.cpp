@@ -12,13 +12,14 @@ namespace weft::collectives {
 
 namespace {
 
-// all_reduce and reduce process a tensor in chunks of this many bytes of the accumulation dtype, so
-// that a leader holds one chunk per host. reduce_scatter has no chunks: a leader holds its partial
-// result for the full input, and from each other host the segments of its own host.
+// all_reduce and reduce process a tensor in chunks of at most this many bytes of the accumulation
+// dtype, so that a leader holds one chunk per host. reduce_scatter has no chunks: a leader holds
+// its partial result for the full input, and from each other host the segments of its own host.
 constexpr size_t kChunkBytes = size_t{8} << 20;
 
-// From this size on each leader reduces one segment and receives the other reduced segments,
-// because reducing the full tensor on every leader sends it to each host.
+// Between three or more hosts, for a chunk of at least this size, each leader reduces one segment
+// and receives the other reduced segments: otherwise each leader would send its full partial result
+// to every other leader.
 constexpr size_t kSegmentedBytes = size_t{64} << 10;
 
 ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::kAvg ? ReduceOp::kSum : op; }
@@ -87,7 +88,8 @@ void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_eleme
 }
 
 // Segment h of the tensor belongs to the leader of host h. Reduce-scatter: each leader receives its
-// segment of all partial results and reduces it. All-gather: it sends the result to the others.
+// segment of all partial results and reduces it. All-gather: each leader sends its reduced segment
+// to the others.
 void CrossHost::all_reduce_in_segments(std::byte* partial, int64_t num_elements) {
   const auto segment_of = [&](int host) {
     const auto segment = range_at<int64_t>(
@@ -145,8 +147,8 @@ void CrossHost::all_reduce() {
 }
 
 void CrossHost::reduce() {
-  const int root_host = layout_.host_with(root());
-  const bool is_root = root() == layout_.rank;
+  const int root_host = layout_.host_of(root());
+  const bool is_root = root() == layout_.own_rank;
   in_chunks(is_root, [&](const std::byte* in, std::byte* out, int64_t num_elements) {
     reduce_on_host(in, out, num_elements);
     if (layout_.is_leader()) reduce_on_leader_of(root_host, out, num_elements);
@@ -163,7 +165,7 @@ void CrossHost::reduce_scatter() {
   std::vector<Range<int64_t>> segments_on;  // by host, in elements
   const auto elements_of = [&](int rank) { return input_of(rank).num_elements; };
   int64_t num_elements = 0;
-  for (const std::vector<int>& on_host : layout_.ranks) {
+  for (const std::vector<int>& on_host : layout_.ranks_by_host) {
     const int64_t first = num_elements;
     for (const int rank : on_host) {
       order.push_back(rank);

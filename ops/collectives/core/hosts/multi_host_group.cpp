@@ -13,7 +13,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A failure of another host, or the end of a process of this host, is detected within this time.
+// The interval at which the watcher checks for ended processes of this host and, on a leader, for
+// failures of other hosts.
 constexpr std::chrono::milliseconds kCheckInterval{50};
 
 // After a connection closes, wait this long for another rank to report the cause before raising
@@ -47,7 +48,7 @@ GroupOptions local_options(const GroupOptions& all, const HostLayout& layout) {
   GroupOptions local = all;
   local.name += ", host " + std::to_string(layout.own_host());
   local.size = static_cast<int>(layout.own_ranks().size());
-  local.rank = layout.local_rank_of(layout.rank);
+  local.rank = layout.local_rank_of(layout.own_rank);
   local.global_ranks.clear();
   for (const int rank : layout.own_ranks()) {
     local.global_ranks.push_back(
@@ -110,7 +111,7 @@ void MultiHostGroup::submit(OperationPtr operation, bool /*in_background*/) {
   if (auto message = std::dynamic_pointer_cast<Message>(operation)) return begin(message);
   auto collective = std::dynamic_pointer_cast<CollectiveOperation>(operation);
   const std::lock_guard lock(mutex_);
-  if (is_left_) {  // after check_usable(): no thread would run the collective
+  if (is_left_) {  // since check_usable(): no thread would run the collective
     throw GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " left group '" +
                             options_.name + "' while it submitted " + operation->describe());
   }
@@ -209,7 +210,7 @@ void MultiHostGroup::wait(Operation& operation, std::chrono::milliseconds timeou
   const auto is_done = [&] { return operation.is_done(); };
   if (until == Deadline::max()) return changed_.wait(lock, is_done);
   if (changed_.wait_until(lock, until, is_done)) return;
-  // The host of the late rank names it in a failure: wait for that.
+  // No rank of this host is late: wait for the failure in which the late rank's host names it.
   if (!local_group_.late_ranks().has_local && changed_.wait_for(lock, kLateHostTimeout, is_done))
     return;
   lock.unlock();
@@ -319,7 +320,7 @@ void MultiHostGroup::check_health(bool polls_store) {
       }
     }
   } catch (const std::exception&) {
-    // Without the store, the transport and the deadlines still show that another host has failed.
+    // Without the store, the transport and the deadlines still reveal that another host has failed.
   }
   if (failure() != nullptr) report_failure();
 }
@@ -334,7 +335,7 @@ void MultiHostGroup::report_failure() {
     try {
       if (!store_.has(failure_key_)) store_.set(failure_key_, format_failure(error));
     } catch (const std::exception&) {
-      // Then the other hosts detect it by the transport.
+      // Then the other hosts detect the failure by the transport.
     }
   }
 }

@@ -18,7 +18,8 @@ namespace weft::collectives {
 
 class MultiHostGroup final : public Group {
  public:
-  // Blocks until all ranks have joined. Errors: those of Engine and of the transport.
+  // Blocks until all ranks have joined. Errors: those of Engine, of store_barrier() and of
+  // make_transport.
   MultiHostGroup(const Store& store,
                  const GroupOptions& options,
                  const Identities& identities,
@@ -47,8 +48,8 @@ class MultiHostGroup final : public Group {
   void execute(CollectiveOperation& collective);
   void finish(Operation& operation, const std::exception_ptr& error);
   void fail(ErrorKind kind, const std::string& text);
-  // Call it in a catch block of `operation`: fails the group if it has not failed yet, and returns
-  // its failure.
+  // Call it in a catch block while `operation` runs: fails the group if it has not failed yet, and
+  // returns its failure. After leave() it may return a GroupAbortedError of this rank only.
   std::exception_ptr as_failure(const Operation& operation);
   void fail_late(const Operation& operation,
                  std::chrono::milliseconds timeout,
@@ -66,7 +67,7 @@ class MultiHostGroup final : public Group {
   const HostLayout layout_;
   const Store store_;
   const std::string nonce_;
-  const std::string failure_key_;  // by which hosts report a failure to each other
+  const std::string failure_key_;  // under which hosts report a failure to each other
   const unsigned fork_generation_;
   Engine local_group_;
   ThreadSafeTransport transport_;
@@ -79,7 +80,7 @@ class MultiHostGroup final : public Group {
   int num_unfinished_ = 0;
   std::string current_call_;  // the latest collective, for error messages
   std::atomic<bool> is_left_{false};
-  std::atomic<bool> is_reported_{false};  // the failure has been reported to the other hosts
+  std::atomic<bool> is_reported_{false};  // report_failure() has run, the watcher may stop
   TaskThreads message_threads_;
   std::thread worker_;
   std::thread watcher_;
@@ -87,7 +88,8 @@ class MultiHostGroup final : public Group {
 
 // Joins a group and returns it: an Engine if all ranks run on one host, else a MultiHostGroup. A
 // forked child does not destroy it.
-// Errors: those of both; CollectiveMismatchError, the same on all ranks, if the group
+// Errors: those of exchange_identities() and of both constructors (an error of make_transport
+// becomes a GroupAbortedError); CollectiveMismatchError, the same on all ranks, if the group
 // configurations of the ranks are incompatible: see group_config.h.
 std::shared_ptr<Group> join_group(const Store& store,
                                   const GroupOptions& options,

@@ -1,9 +1,10 @@
 #pragma once
 
-// Point-to-point messages in a multi-host group. A message is a header with its size and dtype,
-// which includes the data if that is small (eager). Larger data follows under a tag that the header
-// names: the receiver posts the receive for it after it has checked size and dtype. All messages
-// use the transport, also within a host, so that a receive from any source waits in one place.
+// Point-to-point messages in a multi-host group. A message begins with a header of a fixed size,
+// which holds the message's size and dtype and, if it fits, its data (eager). Larger data follows
+// under a tag that the header names: the receiver posts the receive for the data after it has
+// checked size and dtype. All messages use the transport, also within a host, so that a receive
+// from any source waits in one place.
 
 #include "messages.h"
 #include "thread_safe_transport.h"
@@ -21,10 +22,11 @@ class RemoteMessages {
 
   // A message whose transfers have been posted; finish() blocks.
   class Posted;
-  // Call it in the order that the messages are to have. Errors: TransportError;
-  // std::invalid_argument for a tag out of range.
+  // Posts the transfers of a message. Messages keep the order of these calls. Errors:
+  // TransportError; std::invalid_argument for a tag out of range.
   std::shared_ptr<Posted> post(const MessagePtr& message);
-  // Errors: CollectiveMismatchError if a receive and its message do not match; TransportError.
+  // Waits until the message is sent or received. Errors: CollectiveMismatchError if a receive and
+  // its message do not match; TransportError.
   void finish(Posted& posted, Deadline deadline);
 
  private:
@@ -41,7 +43,7 @@ struct MessageHeader {
 
 class RemoteMessages::Posted {
  public:
-  static constexpr size_t kHeaderBytes = 1024;
+  static constexpr size_t kHeaderBytes = 1024;  // a MessageHeader and eager data
   static constexpr size_t kEagerBytes = kHeaderBytes - sizeof(MessageHeader);
 
   MessagePtr message;

@@ -8,7 +8,8 @@ namespace weft::collectives {
 
 // Steps of collectives, which have the same order on all ranks.
 constexpr int kCollectiveTag = 0;
-// The header of a message with user tag t; larger user tags raise std::invalid_argument.
+// The header of a message with a user tag from 0 to kMaxUserTag; other user tags raise
+// std::invalid_argument.
 constexpr int kMaxUserTag = (1 << 30) - 2;
 constexpr int header_tag(int user_tag) { return user_tag + 1; }
 // The data of the sender's k-th message to a receiver.

@@ -8,7 +8,7 @@ namespace weft::collectives {
 
 template <typename Post>
 std::unique_ptr<Transfer> ThreadSafeTransport::post(int peer, const Post& post_it) {
-  const std::lock_guard lock(posting_);
+  const std::lock_guard lock(transport_mutex_);
   {
     const std::lock_guard state(mutex_);
     if (is_given_up_) throw TransportError(peer, "the group has failed or was left");
@@ -114,7 +114,7 @@ void ThreadSafeTransport::give_up() {
 }
 
 void ThreadSafeTransport::close() {
-  const std::lock_guard lock(posting_);
+  const std::lock_guard lock(transport_mutex_);
   transport_.reset();
 }
 

@@ -17,7 +17,7 @@ namespace weft::collectives {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
-// A transfer failed; the message is the transport's.
+// A transfer failed. The text is that of the transport's error, except after give_up().
 class TransportError : public std::runtime_error {
  public:
   TransportError(int peer_, const std::string& text) : std::runtime_error(text), peer(peer_) {}
@@ -34,7 +34,7 @@ class ThreadSafeTransport {
   std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes);
   void wait(Transfer& transfer, int peer, Deadline deadline);
   // Waits for a send. A transport may not report that the peer of a send is lost: gloo does not
-  // once the system has accepted the bytes. But it then rejects new transfers: see probe().
+  // once the system has accepted the bytes. But gloo then rejects new transfers: see probe().
   void wait_for_send(Transfer& transfer, int peer, Deadline deadline);
 
   // Ends the waits for sends to peers for which the transport rejects new transfers. Call it
@@ -44,8 +44,8 @@ class ThreadSafeTransport {
 
   // Ends all current and future waits.
   void give_up();
-  // Destroys the transport, which the other hosts see. REQUIRES: give_up() was called, and no
-  // transfer is left.
+  // Destroys the transport, which closes its connections: the other hosts detect that. REQUIRES:
+  // give_up() was called, and no transfer is left.
   void close();
 
  private:
@@ -55,19 +55,20 @@ class ThreadSafeTransport {
   std::unique_ptr<Transfer> post(int peer, const Post& post_it);
   bool accepts_transfers(int peer);
 
-  std::mutex posting_;
+  std::mutex transport_mutex_;  // guards transport_
   std::unique_ptr<Transport> transport_;
-  std::mutex mutex_;
+  std::mutex mutex_;  // guards the members below
   std::set<Transfer*> waited_for_;
   std::map<Transfer*, int> sends_waited_for_;  // with their peers
   std::map<int, Deadline> next_probe_of_;      // by peer
   bool is_given_up_ = false;
 };
 
-// The transfers of one step of a collective, waited for together. Empty ones are not posted.
+// The transfers of one step of a collective, waited for together. Transfers of no bytes are not
+// posted.
 class TransferSet {
  public:
-  // `publish_waiting` is called with the peer before each wait, and with -1 after the last one.
+  // `publish_waiting` is called with the peer before each wait, and with -1 after the last wait.
   TransferSet(ThreadSafeTransport& transport,
               Deadline deadline,
               std::function<void(int)> publish_waiting)

@@ -19,7 +19,7 @@ class Transfer {
   Transfer& operator=(const Transfer&) = delete;
   virtual ~Transfer() = default;
 
-  // Waits until the message has arrived (a receive) or left (a send). Errors: std::exception after
+  // Waits until the message has arrived (a receive) or left (a send). Throws a std::exception after
   // `timeout`, if the peer is lost, or after give_up().
   virtual void wait(std::chrono::milliseconds timeout) = 0;
   // Makes wait() throw soon. Thread safety: may be called while another thread waits.
@@ -37,12 +37,13 @@ class Transport {
   Transport& operator=(const Transport&) = delete;
   virtual ~Transport() = default;
 
-  // Both return at once; `data` must stay valid until the transfer is done or destroyed.
+  // send() and receive() return without waiting; `data` must stay valid until the transfer is done
+  // or destroyed.
   virtual std::unique_ptr<Transfer> send(int peer,
                                          int tag,
                                          const std::byte* data,
                                          size_t num_bytes) = 0;
-  // `peer` may be kAnySource.
+  // `peer` may be kAnySource for the header of a message, which is small: see remote_messages.h.
   virtual std::unique_ptr<Transfer> receive(int peer,
                                             int tag,
                                             std::byte* data,
@@ -50,7 +51,7 @@ class Transport {
 };
 
 // Called on all ranks of a multi-host group, with a name for the transport that is the same on all
-// ranks and was never used before.
+// ranks and unique to the group.
 using MakeTransport = std::function<std::unique_ptr<Transport>(const std::string& name)>;
 
 }  // namespace weft::collectives

@@ -46,11 +46,11 @@ struct BackendOptions final : c10d::Backend::Options {
   std::size_t staging_limit_bytes = std::size_t{16} << 20;
 };
 
-// Makes a process group for CPU tensors over such a backend and registers it: operators find it
+// Makes a process group for CPU tensors over the backend "weft" and registers it: operators find it
 // under `name` as long as the caller holds it. Groups of different names may share a store. Blocks
-// until all `size` ranks have called it; sets `options->group_name` to `name`.
-// Errors: those of make_backend; c10::ValueError, before any rank blocks, for an empty name and for
-// a name that is in use (c10d::unregister_process_group frees it).
+// until all `size` ranks have called make_group; sets `options->group_name` to `name`.
+// Errors: those of make_backend; c10::ValueError, before this rank blocks, for an empty name and
+// for a name that is in use in this process (c10d::unregister_process_group frees it).
 WEFT_OPS_API c10::intrusive_ptr<c10d::ProcessGroup> make_group(
     const std::string& name,
     const c10::intrusive_ptr<c10d::Store>& store,
@@ -58,15 +58,15 @@ WEFT_OPS_API c10::intrusive_ptr<c10d::ProcessGroup> make_group(
     int size,
     c10::intrusive_ptr<BackendOptions> options = c10::make_intrusive<BackendOptions>());
 
-// Joins the group and returns the backend: blocks until all `size` ranks have called it. All of
-// them pass a client of the same `store`, which no other group uses. To use the backend, add it to
-// a c10d::ProcessGroup with setBackend(at::kCPU, CUSTOM, ...), as make_group does. Errors:
-// CollectiveTimeoutError naming the ranks that did not join; CollectiveMismatchError, the same on
-// all ranks, for a multi-host group where a rank has no make_transport, and for ranks of one host
-// with different staging_limit_bytes; GroupAbortedError if shared memory cannot be created or
-// opened, the store cannot be read, or a transport cannot be created. The keys of a group that
-// failed stay in the store, so that late ranks fail too: the next group needs another store or
-// another prefix.
+// Joins the group and returns the backend: blocks until all `size` ranks have called make_backend.
+// All of them pass a client of the same `store`, which no other group uses. To use the backend, add
+// it to a c10d::ProcessGroup with setBackend(at::kCPU, CUSTOM, ...), as make_group does. Errors:
+// c10::ValueError for a rank that is not in [0, size); CollectiveTimeoutError naming the ranks that
+// did not join; CollectiveMismatchError, the same on all ranks, for different versions of weft, for
+// a multi-host group where a rank has no make_transport, and for ranks of one host with different
+// staging_limit_bytes; GroupAbortedError if shared memory cannot be created or opened, the store
+// cannot be read, or a transport cannot be created. The keys of a group that failed stay in the
+// store, so that late ranks fail too: the next group needs another store or another prefix.
 WEFT_OPS_API c10::intrusive_ptr<c10d::Backend> make_backend(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
@@ -76,8 +76,8 @@ WEFT_OPS_API c10::intrusive_ptr<c10d::Backend> make_backend(
 // Returns the resident bytes of the shared memory that this process writes to, over all its groups.
 WEFT_OPS_API std::size_t shared_memory_bytes();
 
-// Announces to the peers of all groups that this process exits. For a program that keeps its groups
-// until it exits.
+// Announces to the peers of all groups that this process exits. A program that keeps its groups
+// until it exits calls this function before it exits.
 WEFT_OPS_API void leave_all_groups();
 
 }  // namespace weft::ops

@@ -4,19 +4,23 @@
 // and Meta tensors work as in Python. Linking libweft_ops.so registers the operators.
 //
 // Shape legend: `...` leading dims, d = model dim, f = this rank's shard of the hidden dim, o =
-// output dim, v = this rank's shard of the vocabulary, S and s = full sequence and this rank's
-// shard of it. All weights are this rank's shards in nn.Linear's layout (`[out, in]`); shards may
-// be uneven or empty. `group_name` names a c10d process group (c10d::resolve_process_group); "" is
-// a group of one, which needs no c10d.
+// output dim, r = this rank's shard of the output features, v = this rank's shard of the
+// vocabulary, S and s = full sequence and this rank's shard of it. Weights are this rank's shards
+// in nn.Linear's layout (`[out, in]`), except the replicated weights of norms; shards may be uneven
+// or empty. `group_name` names a c10d process group (c10d::resolve_process_group); "" is a group of
+// one, which needs no c10d.
 //
 // Sequence shards have the sizes of torch.chunk: ceil(S / ranks), the last ones shorter or empty.
 // An optional full size (`sequence_size`, `dim_size`, ...) defaults to this rank's size times the
 // number of ranks.
 //
-// dtypes: float32, float64, bfloat16, float16, the same for all tensors of a call except ids, and
-// float32 parameters of a norm whose x has a half-precision type.
-// "Saves" lists the tensors that are kept for the backward, besides weights.
-// Errors: c10::Error, one sentence, before anything is allocated or sent.
+// dtypes: all tensors of a call have one dtype, float32, float64, bfloat16 or float16. Exceptions:
+// ids and targets are int64 or int32, seeds int64; a norm whose x has a half-precision type also
+// takes float32 parameters; the collectives (copy_to_group to all_to_all) take the dtypes that the
+// group's backend supports; pipeline messages take any dtype.
+// "Saves" lists the tensors that are kept for the backward, besides weights, ids and targets.
+// Errors: c10::Error for invalid arguments, one sentence, before anything is allocated or sent; the
+// errors of the group's backend.
 
 #include <weft/ops/export.h>
 
@@ -35,7 +39,7 @@ struct ColumnRowMlpWeights {
   at::Tensor w2;                      // [o, f]
   std::optional<at::Tensor> w3 = {};  // [f, d]: with it the MLP is gated, act(x w1ᵀ) * (x w3ᵀ)
   std::optional<at::Tensor> b1 = {};  // [f]
-  std::optional<at::Tensor> b2 = {};  // [o], replicated; added once, after the sum
+  std::optional<at::Tensor> b2 = {};  // [o], replicated; added once, after the sum over the group
   std::optional<at::Tensor> b3 = {};  // [f]
 };
 
@@ -57,14 +61,14 @@ WEFT_OPS_API at::Tensor column_row_mlp(const at::Tensor& x,
                                        std::optional<std::int64_t> sequence_size = {});
 
 // x [..., d] -> x weightᵀ + bias, [..., f]; weight [f, d], bias [f]. Backward one all-reduce of x's
-// gradient.
+// gradient. Saves x.
 WEFT_OPS_API at::Tensor column_linear(const at::Tensor& x,
                                       const at::Tensor& weight,
                                       const std::optional<at::Tensor>& bias,
                                       std::string_view group_name);
 
-// x [..., f] -> x weightᵀ summed over the group + bias, [..., o]; weight [o, f], bias [o]
-// replicated. Forward one all-reduce.
+// x [..., f] -> x weightᵀ summed over the group, + bias, [..., o]; weight [o, f], bias [o]
+// replicated. Forward one all-reduce. Saves x.
 WEFT_OPS_API at::Tensor row_linear(const at::Tensor& x,
                                    const at::Tensor& weight,
                                    const std::optional<at::Tensor>& bias,
@@ -86,7 +90,7 @@ WEFT_OPS_API at::Tensor all_gather_linear(const at::Tensor& x,
 
 // x [..., S, ..., f] -> this rank's shard along `scatter_dim` (not the last) of x weightᵀ summed
 // over the group, + bias, [..., s, ..., o]; weight [o, f], bias [o] replicated. Forward one
-// reduce-scatter, backward one all-gather.
+// reduce-scatter, backward one all-gather. Saves x.
 WEFT_OPS_API at::Tensor linear_reduce_scatter(const at::Tensor& x,
                                               const at::Tensor& weight,
                                               const std::optional<at::Tensor>& bias,
@@ -94,11 +98,12 @@ WEFT_OPS_API at::Tensor linear_reduce_scatter(const at::Tensor& x,
                                               std::string_view group_name);
 
 // A linear layer with an FSDP-style sharded weight; each rank passes its own x. x [..., d] ->
-// x weightᵀ + bias, [..., out_features], where weight [v, d] and bias [v] are this rank's rows of
+// x weightᵀ + bias, [..., out_features], where weight [r, d] and bias [r] are this rank's rows of
 // `out_features`, sharded like torch.chunk. At most two shards of other ranks are held at a time.
-// Gradients of weight and bias are summed over the group. Forward one broadcast per shard and one
-// all-gather of the bias; backward one broadcast (x's gradient) and one reduce (the weight's) per
-// shard, and one reduce-scatter of the bias's gradient.
+// Gradients of weight and bias are summed over the group. Forward one broadcast of each weight
+// shard and one all-gather of the bias. Backward one broadcast of each weight shard, for x's
+// gradient, one reduce of each weight shard's gradient, and one reduce-scatter of the bias's
+// gradient. Saves x.
 WEFT_OPS_API at::Tensor sharded_linear(const at::Tensor& x,
                                        const at::Tensor& weight,
                                        const std::optional<at::Tensor>& bias,
@@ -107,8 +112,8 @@ WEFT_OPS_API at::Tensor sharded_linear(const at::Tensor& x,
 
 // Global ids [...], int64 or int32 -> rows of the full table, [..., d]; weight [v, d] holds the
 // rows [vocab_start, vocab_start + v). Forward one all-reduce. With `vocab_size`, CPU ids outside
-// [0, vocab_size) raise c10::IndexError; without it, and on CUDA, where a check would synchronize,
-// they give zeros.
+// [0, vocab_size) raise c10::IndexError. Without `vocab_size`, and on CUDA, where a check would
+// synchronize, ids outside the table give zeros.
 WEFT_OPS_API at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
                                                  const at::Tensor& weight,
                                                  std::int64_t vocab_start,
@@ -116,18 +121,20 @@ WEFT_OPS_API at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
                                                  std::optional<std::int64_t> vocab_size = {});
 
 struct CrossEntropyOptions {
-  std::optional<std::int64_t> vocab_size = {};  // full size; default: v times the ranks
-  std::int64_t ignore_index = -100;             // targets of this value have no loss or gradient
+  // Full size of the vocabulary; default: v times the number of ranks.
+  std::optional<std::int64_t> vocab_size = {};
+  std::int64_t ignore_index = -100;  // targets of this value have no loss or gradient
   double label_smoothing = 0.0;
-  std::string_view reduction = "mean";  // over targets other than ignore_index; "sum", "none"
+  std::string_view reduction = "mean";  // over the targets that are not ignored; or "sum", "none"
 };
 
 // Cross-entropy over classes that are sharded over the group: logits [..., v] of the classes
-// [vocab_start, vocab_start + v), global target [...] int64 or int32 -> the loss of torch's
-// cross_entropy, [] or [...], in float32 (float64 for float64). Communication: forward one
-// all-gather of four numbers per token, backward none. Saves the logits and two numbers per token;
-// the only tensor of the logits' size that is allocated is their gradient. With `vocab_size`, CPU
-// targets outside [0, vocab_size) raise c10::IndexError.
+// [vocab_start, vocab_start + v), target [...] of global classes, int64 or int32 -> the loss of
+// torch's cross_entropy, [], or [...] with reduction "none", in float32 (float64 for float64).
+// Communication: forward one all-gather of four numbers per token, backward none. Saves the logits
+// and two numbers per token. If the logits can be viewed as a matrix, the only tensor of their size
+// that is allocated is their gradient. With `vocab_size`, CPU targets that are neither ignore_index
+// nor in [0, vocab_size) raise c10::IndexError.
 WEFT_OPS_API at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits,
                                                      const at::Tensor& target,
                                                      std::int64_t vocab_start,
@@ -135,7 +142,8 @@ WEFT_OPS_API at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits,
                                                      const CrossEntropyOptions& options = {});
 
 // The same for logits = x weightᵀ, computed for one chunk of tokens at a time: x [..., d], weight
-// [v, d]. Forward one all-gather as above, backward one all-reduce of x's gradient.
+// [v, d]. Forward one all-gather as above, backward one all-reduce of x's gradient. Saves x and two
+// numbers per token.
 WEFT_OPS_API at::Tensor vocab_parallel_linear_cross_entropy(
     const at::Tensor& x,
     const at::Tensor& weight,
@@ -153,7 +161,7 @@ WEFT_OPS_API at::Tensor rms_norm(const at::Tensor& x,
                                  std::string_view group_name,
                                  double eps = 1e-6);
 
-// The layer norm, like rms_norm, plus bias [d], which requires a weight. Backward one all-reduce
+// The layer norm, like rms_norm, plus bias [d]; a bias requires a weight. Backward one all-reduce
 // for both parameters. Saves x and two numbers per token.
 WEFT_OPS_API at::Tensor layer_norm(const at::Tensor& x,
                                    const std::optional<at::Tensor>& weight,
@@ -234,36 +242,40 @@ WEFT_OPS_API at::Tensor all_to_all(const at::Tensor& x,
 // The torch release that libweft_ops.so was compiled for, such as "2.15.0".
 WEFT_OPS_API std::string_view built_for_torch();
 
-// Point-to-point messages; several may be in flight at a time. `peer` is a rank of the group.
+// Point-to-point messages; several may be in flight at a time. `peer` is another rank of the group.
 // `channel` is 0 to 1022: the n-th send on a channel matches the peer's n-th receive on it. Tensors
-// have any dtype. If the two sides differ in the number, shapes, dtypes or requires_grad of the
-// tensors, both raise CollectiveMismatchError. Not traced by torch.compile and torch.export.
+// are strided and have any dtype. If the two sides differ in the number, shapes, dtypes or
+// requires_grad of the tensors, the receiver raises CollectiveMismatchError. The sender raises it
+// too; over a backend other than "weft", it does so when it receives the gradients. Under
+// torch.compile and torch.export, sends and receives raise NotImplementedError.
 //
-// Starts to send `tensors` and returns a token, [0]. The tensors must not change until
-// pipeline_wait(token) returns or the gradient has been received. The backward of the token
-// receives the gradients of the tensors that require one.
+// Starts to send `tensors` and returns a token, an empty tensor of shape [0]. The tensors must not
+// change until pipeline_wait(token) returns or the gradient has been received. The backward of the
+// token receives the gradients of the tensors that require one.
 WEFT_OPS_API at::Tensor pipeline_send(at::TensorList tensors,
                                       std::int64_t peer,
                                       std::int64_t channel,
                                       std::string_view group_name);
 
 // Posts the receive of tensors with the shapes, dtypes, devices and requires_grad of `like`, whose
-// values are not read; returns a token, [0].
+// values are not read; returns a token, an empty tensor of shape [0].
 WEFT_OPS_API at::Tensor pipeline_recv(at::TensorList like,
                                       std::int64_t peer,
                                       std::int64_t channel,
                                       std::string_view group_name);
 
 // Waits for the message of a token. Receive: returns the tensors, once per token; their backward
-// sends the gradients in one message. Send: returns an empty list when the sent tensors may change.
+// sends the gradients in one message. Send: returns an empty list as soon as the caller may
+// overwrite the sent tensors.
 WEFT_OPS_API std::vector<at::Tensor> pipeline_wait(const at::Tensor& token);
 
 // Waits until all messages that this rank has sent in the group are transmitted. Call it at the end
 // of a step and before a group is destroyed.
 WEFT_OPS_API void pipeline_flush(std::string_view group_name);
 
-// Returns x with an autograd edge to the tokens of sends, [0] each, so that x's backward receives
-// the gradients of the sent tensors. A stage without a loss joins the tokens to a zero.
+// Returns a copy of x with autograd edges to the tokens of sends, so that the copy's backward also
+// receives the gradients of the sent tensors. A stage that computes no loss passes a zero as x and
+// calls backward on the result.
 WEFT_OPS_API at::Tensor join(const at::Tensor& x, at::TensorList tokens);
 
 }  // namespace weft::ops

@@ -14,21 +14,22 @@
 
 namespace weft::ops {
 
-// Returns a backend over two ranks, usually NCCL, in which this process is rank `rank`. It carries
-// the messages to rank `towards`.
+// Returns a backend over two ranks, usually NCCL, in which this process is rank `rank` (0 or 1).
+// The backend carries the messages to rank `towards` (0 or 1).
 using MakeLinkBackend = std::function<c10::intrusive_ptr<c10d::Backend>(int rank, int towards)>;
 
 // Links this rank and `peer` of `group`: messages between them whose tensors are all on `device`
 // are sent over two backends, one per direction, that `make` returns; other messages are sent as
-// before. `make` is called for `towards` 0 first; the lower of the two group ranks is rank 0. Both
-// ranks call link_pipeline before they exchange messages. It blocks until both have, so ranks with
-// several peers must link the pairs of all groups in one order. The headers of the messages are
-// sent over the group's backend for CPU tensors.
+// without a link. `make` is called for `towards` 0 first; the lower of the two group ranks is rank
+// 0. Both ranks call link_pipeline before they exchange messages. The call blocks until both ranks
+// have called it, so all ranks must link the pairs of all groups in the same order. The headers of
+// the messages are sent over the group's backend for CPU tensors.
 //
 // A sent message is in flight until the peer waits for it or for a later one: a device
 // synchronisation on both ranks before that deadlocks.
 // Errors: ValueError for a group without a CPU backend, for an invalid peer, for a pair that is
-// linked already, and for backends of other ranks.
+// linked already, and for a backend whose size is not 2 or whose rank is not the one passed to
+// `make`; TypeError if `make` returns no backend.
 WEFT_OPS_API void link_pipeline(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                 int peer,
                                 c10::Device device,

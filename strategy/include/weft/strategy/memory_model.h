@@ -55,9 +55,12 @@ enum class Precision {
 
 enum class OptimizerKind { kSgd, kSgdMomentum, kAdam, kAdamW, kAdagrad };
 
-// The activations that each block saves: everything that autograd saves; the results of matrix
-// products, attention and communication; or only its input. The backward recomputes the rest.
-enum class Checkpointing { kNone, kSelective, kFull };
+// The activations that each block saves. The backward recomputes the others.
+enum class Checkpointing {
+  kNone,       // all that autograd saves
+  kSelective,  // the block's input, and the results of matrix products, attention and communication
+  kFull,       // the block's input
+};
 
 // The training of a model on a mesh.
 //
@@ -68,7 +71,7 @@ struct TrainingSpec {
   ModelSpec model;
   Mesh mesh;
   std::optional<Plan> plan;  // nullopt: "auto"
-  int64_t sequences = 1;     // in a batch on one data-parallel rank
+  int64_t sequences = 1;     // in the batch of one data-parallel rank
   int64_t tokens = 1;        // in a sequence; a FeedForwardModel has sequences * tokens rows
   Precision precision = Precision::k32True;
   OptimizerKind optimizer = OptimizerKind::kAdamW;
@@ -88,9 +91,10 @@ struct PhaseMemory {
 // optimizer already has its states. As in Lightning's Trainer, the gradients of the previous step
 // are dropped between the forward and the backward.
 //
-// Throws std::invalid_argument, in one sentence, for sizes below one, heads that do not divide, a
-// plan that does not match the model (see Plan::resolve), an axis that is not supported, a rank
-// outside the mesh, and options that exclude each other.
+// Throws std::invalid_argument for sizes out of range, numbers of heads that the tensor-parallel
+// size does not divide, a plan that does not match the model (see Plan::resolve), a style or option
+// of a rule that the model does not predict, an axis that is not supported, a rank outside the
+// mesh, and options that exclude each other.
 std::vector<PhaseMemory> predict_memory(const TrainingSpec& spec, int64_t global_rank);
 
 // Ranks with the same local shapes need the same memory. distinct_ranks returns one rank for each
@@ -101,8 +105,9 @@ struct RankClass {
 };
 std::vector<RankClass> distinct_ranks(const TrainingSpec& spec);
 
-// The number of parameter elements of the model, with tied ones counted once, and the bytes for
-// each on one device: the parameter, its gradient, optimizer state and half-precision copies.
+// The number of parameter elements of the unsharded model, with tied ones counted once, and the
+// bytes that training takes for each: the parameter, its gradient (0 bytes with
+// steps_in_backward), optimizer state and half-precision copies.
 struct ParameterCost {
   int64_t num_elements = 0;
   double bytes_per_element = 0;

@@ -10,8 +10,8 @@
 
 namespace weft::strategy {
 
-// Returns the names an axis may have, outer to inner: pipeline_parallel, data_replicate,
-// data_parallel, context_parallel, tensor_parallel.
+// Returns the valid names of axes, from outer to inner as usually laid out: pipeline_parallel,
+// data_replicate, data_parallel, context_parallel, tensor_parallel.
 std::span<const std::string_view> axis_names();
 
 struct Axis {
@@ -27,8 +27,8 @@ struct Axis {
 // An immutable value: cheap to copy, comparable, hashable, safe to read from any thread. A
 // default-constructed mesh has no axes and one rank, and prints as "".
 //
-// A `global_rank` counts over the whole mesh, from 0. Every function throws std::invalid_argument,
-// in one sentence, for an axis this mesh does not have and for a rank outside of it.
+// A `global_rank` counts over the full mesh, from 0. All functions but has_axis() throw
+// std::invalid_argument for an axis that this mesh does not have and for a rank outside of it.
 class Mesh {
  public:
   // The most ranks a mesh may have.
@@ -62,7 +62,8 @@ class Mesh {
   // Returns all groups along `axis`, ordered by first rank. Every rank is in exactly one of them.
   [[nodiscard]] std::vector<std::vector<int64_t>> groups(std::string_view axis) const;
 
-  // Throws std::invalid_argument, naming a few sizes that would fit, unless size() == world_size.
+  // Throws std::invalid_argument unless size() == world_size. The message names up to four meshes
+  // of these axes with world_size ranks.
   void check_world_size(int64_t world_size) const;
 
   bool operator==(const Mesh&) const = default;

@@ -21,7 +21,7 @@ ComputeDtype parse_compute_dtype(std::string_view text);
 
 // Modules whose names match `pattern` get `style`, and these options:
 // - heads, for kColumn and kRow: the attribute of the parent module that counts the heads in the
-//   layer's output (kRow: input);
+//   layer's output (for kRow: in its input);
 // - recompute, for styles of modules that contain layers: the forward saves only the input, and the
 //   backward recomputes the rest;
 // - offload: tensors saved for the backward are kept in CPU memory;

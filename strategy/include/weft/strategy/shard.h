@@ -19,9 +19,9 @@ struct ShardRange {
 // a rank outside the group.
 ShardRange shard_range(int64_t dim_size, int64_t num_ranks, int64_t rank);
 
-// Throws std::invalid_argument unless `num_heads`, the value of `attribute` read for `module`, is
-// divisible by `tp_size`: attention heads are never split across ranks. The names only serve the
-// error's text.
+// Throws std::invalid_argument unless `num_heads` is at least 1 and divisible by `tp_size`:
+// attention heads are never split across ranks. `module` and `attribute`, from which the number was
+// read, appear only in the error.
 void check_heads(std::string_view module,
                  std::string_view attribute,
                  int64_t num_heads,

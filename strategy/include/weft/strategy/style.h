@@ -9,7 +9,7 @@ namespace weft::strategy {
 enum class Style {
   kColumn,                 // a linear layer's output features; every rank has the full input
   kColumnGatherOutput,     // as kColumn, and the output is all-gathered
-  kRow,                    // a linear layer's input features; the output is summed over the ranks
+  kRow,                    // a linear layer's input features; partial outputs are summed over ranks
   kRowSplitInput,          // as kRow, for an input that is full on every rank
   kColumnRowMlp,           // an MLP, gated or plain: gate and up by column, down by row
   kAttention,              // by heads: query, key and value by column, output by row

@@ -55,9 +55,9 @@ TEST(Check, NamesSuperfluousActions) {
   EXPECT_EQ(check_error("0F0,0B0,0I0\n"),
             "schedule: 0I0 comes after another backward of the same micro-batch; remove one");
   EXPECT_EQ(check_error("0F0,0SEND_F0\n"),
-            "schedule: 0SEND_F0 has no other rank at its end; remove it");
+            "schedule: 0SEND_F0 crosses no boundary between ranks; remove it");
   EXPECT_EQ(check_error("0F0,0SEND_F0,1F0,0RECV_B0,1B0,0B0\n"),
-            "schedule: 0SEND_F0 has no other rank at its end; remove it");
+            "schedule: 0SEND_F0 crosses no boundary between ranks; remove it");
   EXPECT_EQ(check_error("0UNSHARD,0UNSHARD,0F0,0RESHARD\n"),
             "schedule: 0UNSHARD comes while its stage is unsharded; remove it");
   EXPECT_EQ(check_error("0RESHARD,0F0\n"),
@@ -73,11 +73,11 @@ TEST(Check, NamesActionsOutOfOrder) {
   EXPECT_EQ(check_error("0B0,0F0\n"), "schedule: 0B0 comes before its forward; put 0F0 before it");
   EXPECT_THAT(check_error("0F0,0W0,0I0\n"), HasSubstr("0W0 comes before the half"));
   EXPECT_THAT(check_error("0SEND_F0,0F0\n1RECV_F0,1F0\n"),
-              HasSubstr("sends what is not there yet"));
+              HasSubstr("sends an output that is not computed yet"));
   EXPECT_THAT(check_error("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1SEND_B0,1B0\n"),
-              HasSubstr("1SEND_B0 sends a gradient that is not there yet"));
+              HasSubstr("1SEND_B0 sends a gradient that is not computed yet"));
   EXPECT_THAT(check_error("0UNSHARD,0F0,0RESHARD,0B0\n"),
-              HasSubstr("0B0 comes while its stage is not unsharded"));
+              HasSubstr("0B0 comes while its stage is sharded"));
   EXPECT_THAT(check_error("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F1,1RECV_F0,1F0,1F1\n"),
               HasSubstr("1RECV_F1 is posted out of the order in which the other stage sends"));
 }

@@ -54,7 +54,7 @@ TEST(Partition, RespectsTheLimitWithMicroBatchesInFlight) {
   EXPECT_THAT(result.bytes, ElementsAre(25, 45));
   limited.memory_limit = 44;
   EXPECT_EQ(error_of([&] { partition(layers, limited); }),
-            "partition: no cut of 4 layers into 2 stages keeps each below 44 bytes; allow 45, or "
+            "partition: no cut of 4 layers into 2 stages keeps each within 44 bytes; allow 45, or "
             "use more stages");
 }
 

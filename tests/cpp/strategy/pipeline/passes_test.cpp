@@ -114,7 +114,7 @@ TEST(AddCommunication, RejectsSchedulesWithCommunication) {
               HasSubstr("sends or receives already"));
   EXPECT_THAT(error_of([&] { forward_only(lowered); }), HasSubstr("sends or receives already"));
   EXPECT_THAT(error_of([&] { add_communication(schedule, {.channel_capacity = -1}); }),
-              HasSubstr("to be 0 or more"));
+              HasSubstr("pass 0 or more for both"));
 }
 
 TEST(AddUnshards, NeverHoldsMoreThanAllowed) {

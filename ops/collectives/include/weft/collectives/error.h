@@ -1,6 +1,7 @@
 #pragma once
 
-// The errors of a group. After one has been raised, the group stays failed on every rank.
+// The errors of a group. A failed group stays failed on every rank. Exception: GroupAbortedError on
+// a rank that has left the group does not affect the other ranks.
 
 #include <cstdint>
 #include <stdexcept>
@@ -12,10 +13,10 @@
 namespace weft::collectives {
 
 enum class ErrorKind : uint32_t {
-  kMismatch = 1,  // the ranks' calls do not match
-  kPeerLost,      // a rank's process ended, or left the group
+  kMismatch = 1,  // the ranks' calls, messages or group configurations do not match
+  kPeerLost,      // a rank's process or its connection ended, or the rank left too early
   kTimeout,       // a rank did not arrive in time
-  kAborted,       // a rank aborted the group
+  kAborted,       // a rank aborted the group, could not join it, failed inside a call, or had left
 };
 
 class WEFT_COLLECTIVES_API CollectiveError : public std::runtime_error {

@@ -48,15 +48,15 @@ class Usage {
 
 struct Totals {
   Usage current;
-  Usage peak;  // when the sum was largest
-  uint64_t num_allocations = 0;
-  uint64_t num_blocks = 0;  // live
+  Usage peak;                    // when the sum was largest
+  uint64_t num_allocations = 0;  // since the ledger was first used
+  uint64_t num_blocks = 0;       // live
 };
 
 // A period of a run, such as a forward.
 struct Phase {
   std::string name;
-  double seconds = 0;  // start of the phase, relative to the start of the ledger
+  double seconds = 0;  // from the first use of the ledger to the start of the phase
   Usage peak;          // when the sum was largest within the phase
 };
 

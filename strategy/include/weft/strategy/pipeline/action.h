@@ -15,7 +15,7 @@ enum class ActionKind : uint8_t {
   kSendForward,     // the stage's output to the next stage
   kRecvForward,     // posts the receive of the previous stage's output
   kSendBackward,    // the gradient of the stage's input to the previous stage
-  kRecvBackward,    // posts the receive of that gradient from the next stage
+  kRecvBackward,    // posts the receive of the gradient of the stage's output
   kUnshard,         // all-gathers the stage's fully sharded parameters
   kReshard,         // frees the parameters that kUnshard gathered
 };

@@ -10,7 +10,7 @@ namespace weft::strategy {
 // The cost of one layer of a model for one micro-batch; embeddings and heads are layers, too.
 struct LayerCost {
   double time = 0;               // forward and backward, in any one unit
-  int64_t activation_bytes = 0;  // kept between them
+  int64_t activation_bytes = 0;  // kept from the forward to the backward
   int64_t parameter_bytes = 0;   // parameters, gradients, optimizer states
 };
 
@@ -19,7 +19,7 @@ struct PartitionOptions {
   // Micro-batches whose activations each stage keeps at once: Simulation::in_flight of the schedule
   // to be used. Default: one each.
   std::vector<int64_t> in_flight = {};
-  std::optional<int64_t> memory_limit = {};  // bytes of a stage
+  std::optional<int64_t> memory_limit = {};  // the most bytes of a stage
   // The quantity to minimize. 0: the time of the slowest stage. 1: the bytes of the largest stage.
   // Between: the largest weighted sum of a stage's fractions of the total time and total bytes.
   double memory_weight = 0;
@@ -31,8 +31,8 @@ struct Partition {
   std::vector<int64_t> bytes;   // of each stage, with its micro-batches in flight
 };
 
-// Cuts a chain of layers into consecutive, non-empty stages. Returns the cut whose worst stage
-// costs least and, among those, the one with the smallest sum of squared costs.
+// Cuts a chain of layers into consecutive, non-empty stages. Returns the cut that minimizes the
+// largest cost of a stage and, among equal ones, the sum of squared costs.
 //
 // Dynamic programming, num_stages * layers^2 steps.
 //

@@ -8,7 +8,7 @@ namespace weft::strategy {
 
 // Passes that transform schedules. merge_backwards, then add_communication, then add_unshards turn
 // a generated or hand-written schedule of compute actions into one that ranks can execute. All
-// throw std::invalid_argument if check() rejects their input.
+// throw std::invalid_argument if check(), with a channel capacity of 0, rejects their input.
 
 struct CommunicationOptions {
   // Messages of a channel (one boundary, one direction) that may be sent before their receives are
@@ -20,15 +20,15 @@ struct CommunicationOptions {
   int64_t prefetch = 1;
 };
 
-// Adds the receives, and the sends, each right after the action that computes its tensor. Receives
-// are posted early if a sender would deadlock.
+// Adds sends, each right after the action that computes its tensor, and receives. A receive is
+// posted earlier than `prefetch` says if the ranks would deadlock otherwise.
 // REQUIRES: no communication yet.
 Schedule add_communication(const Schedule& schedule, const CommunicationOptions& options = {});
 
 // Adds UNSHARD before a stage's compute actions and RESHARD after them, such that a rank never
-// holds the unsharded parameters of more than `max_unsharded` stages at once. If there is room, the
-// next stage is unsharded one compute action early. If there is none, the stage that is needed
-// again last is resharded.
+// holds the unsharded parameters of more than `max_unsharded` stages at once. Below that limit, a
+// rank unshards the next stage one compute action early. At the limit, it first reshards the stage
+// that it needs again last.
 // REQUIRES: no UNSHARD yet; max_unsharded >= 1.
 Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded = 2);
 

@@ -19,8 +19,9 @@ class Schedule {
  public:
   Schedule() = default;
 
-  // Throws std::invalid_argument for a list without compute actions, for negative numbers, for a
-  // stage on two ranks and if one of the stages from 0 to the highest is missing.
+  // Throws std::invalid_argument for a rank without compute actions, for negative numbers, for a
+  // stage above 16777215, for a stage on two ranks and if one of the stages from 0 to the highest
+  // is missing.
   explicit Schedule(std::vector<std::vector<Action>> ranks);
 
   // Reads CSV: one line per rank, actions separated by commas. Blanks and empty cells are skipped,

@@ -40,16 +40,17 @@ struct Simulation {
   std::vector<int64_t> peak_bytes;
 };
 
-// Simulates a schedule that check() accepts. `stage_costs` has one cost for all stages, one for
-// each stage, or one for each stage and micro-batch, stage by stage; the parameter bytes of a stage
-// are then those of its first micro-batch.
+// Simulates a schedule that check() accepts with channels of unlimited capacity. `stage_costs` has
+// one cost for all stages, one for each stage, or one for each stage and micro-batch, stage by
+// stage. In the last case, a stage's parameter bytes are those of the cost of its first
+// micro-batch.
 //
 // Each rank executes its actions in order, each as soon as its inputs have arrived. Sends and
 // receives take no time of a rank; in a schedule without them, messages are sent as soon as they
 // are computed.
 //
-// Throws std::invalid_argument for another number of costs, for negative ones, for a schedule
-// without any action, and if check() throws.
+// Throws std::invalid_argument for any other number of costs, for costs out of range, for a
+// schedule without actions, and if check() throws.
 Simulation simulate(const Schedule& schedule, std::span<const StageCost> stage_costs);
 
 }  // namespace weft::strategy

@@ -22,11 +22,13 @@ struct StageProfile {
 };
 
 struct TuneOptions {
-  int64_t batch_size = 1;                        // samples of a step
-  int64_t num_ranks = 1;                         // stage s is on rank s % num_ranks
-  std::vector<ScheduleKind> kinds = {};          // default: all for this many stages per rank
+  int64_t batch_size = 1;  // samples of a step
+  int64_t num_ranks = 1;   // stage s is on rank s % num_ranks
+  // Default: for one stage per rank naive, gpipe, 1f1b and zero_bubble; for several naive,
+  // interleaved and looped_bfs.
+  std::vector<ScheduleKind> kinds = {};
   std::vector<int64_t> micro_batch_counts = {};  // default: 1, 2, 3, 4, 6, 8, 12, ...
-  std::optional<int64_t> memory_limit = {};      // bytes of a rank
+  std::optional<int64_t> memory_limit = {};      // the most bytes of a rank
   // Whether to also try micro-batches that are smaller towards the batch's ends, which shortens
   // warm-up and cool-down.
   bool tapers = true;
@@ -36,7 +38,7 @@ struct TuneOptions {
 struct TunePoint {
   ScheduleKind kind = ScheduleKind::kNaive;
   std::vector<int64_t> micro_batch_sizes = {};  // in samples
-  double makespan = 0;                          // of a step
+  double makespan = 0;                          // the time of a step, in the unit of the profiles
   double bubble_fraction = 0;
   int64_t peak_bytes = 0;  // of the rank with the most
   bool fits = true;        // whether peak_bytes is within the limit
