@@ -29,10 +29,13 @@ using MessagePtr = c10::intrusive_ptr<PipelineMessage>;
   collectives::raise(std::make_exception_ptr(collectives::CollectiveMismatchError(text)));
 }
 
-// Whether the group is still registered. A destroyed group transmits nothing more.
+// Whether the group is still registered. A destroyed group transmits nothing more. Ranks may be
+// threads with a registry each; then this thread's group of that name has another rank, and the
+// given one counts as registered.
 bool is_registered(const ProcessGroupPtr& group) {
   try {
-    return c10d::resolve_process_group(group->getGroupName()) == group;
+    const auto found = c10d::resolve_process_group(group->getGroupName());
+    return found == group || found->getRank() != group->getRank();
   } catch (const c10::Error&) {
     return false;
   }

@@ -16,16 +16,19 @@ constexpr std::int64_t kMaxChannel = 1022;
 // Channel of the announcements: see link.h.
 constexpr std::int64_t kLinkChannel = kMaxChannel + 1;
 
-// Returns a tag from 2^29 to 2^30 - 1, made of the channel, the sequence number modulo 2^18 and
-// is_answer. Users' own messages in the group must have smaller tags.
-inline int tag_of(std::int64_t channel, std::uint64_t sequence, bool is_answer) {
+// Returns a tag from 2^29 to 2^30 - 2, made of the channel, the sequence number modulo 2^18 - 1 and
+// is_answer. A multi-host group takes no larger tags. Users' own messages in the group must have
+// smaller ones.
+constexpr int tag_of(std::int64_t channel, std::uint64_t sequence, bool is_answer) {
   constexpr int kFirstTag = 1 << 29;
   constexpr int kSequenceBits = 18;
   constexpr int kChannelBits = 10;
-  const auto number = static_cast<int>(sequence & ((1U << kSequenceBits) - 1));
+  const auto number = static_cast<int>(sequence % ((1U << kSequenceBits) - 1));
   return kFirstTag + (static_cast<int>(is_answer) << (kSequenceBits + kChannelBits)) +
          (static_cast<int>(channel) << kSequenceBits) + number;
 }
+static_assert(tag_of(kLinkChannel, (1U << 18) - 1, true) == tag_of(kLinkChannel, 0, true));
+static_assert(tag_of(kLinkChannel, (1U << 18) - 2, true) == (1 << 30) - 2);
 
 // Views a contiguous tensor as bytes, which all backends accept. as_strided, because a tensor of
 // one element counts as contiguous with any stride.
