@@ -30,16 +30,16 @@ import weft  # noqa: F401  (registers the backend)
 KIB, MIB = 1024, 1024 * 1024
 SIZES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB)
 CALLS = ("all_reduce", "reduce_scatter", "all_gather", "send_recv")
-# The least ratio gloo / weft that --check requires, by ranks: call -> size -> ratio.
-_MIN_RATIOS_OF_MANY = {
+# The least ratio gloo / weft that --check requires: number of ranks -> call -> size -> ratio.
+_MIN_RATIOS_ABOVE_TWO_RANKS = {
     "all_reduce": {4 * KIB: 15.0, 256 * KIB: 15.0, 4 * MIB: 4.0},
     "all_gather": {256 * KIB: 5.0},
     "send_recv": {256 * KIB: 5.0},
 }
 MIN_RATIOS = {
-    2: {**_MIN_RATIOS_OF_MANY, "all_reduce": {4 * KIB: 20.0, 256 * KIB: 15.0, 4 * MIB: 5.0}},
-    4: _MIN_RATIOS_OF_MANY,
-    8: _MIN_RATIOS_OF_MANY,
+    2: {**_MIN_RATIOS_ABOVE_TWO_RANKS, "all_reduce": {4 * KIB: 20.0, 256 * KIB: 15.0, 4 * MIB: 5.0}},
+    4: _MIN_RATIOS_ABOVE_TWO_RANKS,
+    8: _MIN_RATIOS_ABOVE_TWO_RANKS,
 }
 MAX_REDUCE_SCATTER = {"small": 1.1, "large": 0.8}  # relative to weft's all-reduce; large is from 1 MiB up
 MAX_MEMCPY = 3.0  # an all-reduce of 4 MiB over memcpy_in_step and, if each rank has its own processor, over memcpy
@@ -126,7 +126,7 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
             violations.append(f"{what}: gloo / weft is {row['gloo_over_weft']}, wanted at least {min_ratio:g}.")
         limit = MAX_REDUCE_SCATTER["large" if row["num_bytes"] >= MIB else "small"]
         if row.get("over_all_reduce", 0.0) > limit:
-            violations.append(f"{what}: {row['over_all_reduce']} of our all-reduce, wanted at most {limit:g}.")
+            violations.append(f"{what}: {row['over_all_reduce']} of weft's all-reduce, wanted at most {limit:g}.")
         baselines = {"memcpy_in_step": "a memcpy in step"}
         if row["num_ranks"] <= len(os.sched_getaffinity(0)):
             baselines["memcpy"] = "a memcpy"  # see docs/decisions/0019-the-bound-is-a-copy-in-step.md
@@ -153,7 +153,7 @@ def print_table(report: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="processes of the group, one or several")
-    parser.add_argument("--runs", type=int, default=5, help="fresh groups whose medians are taken")
+    parser.add_argument("--runs", type=int, default=5, help="runs, each on fresh ranks, whose median is taken")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")

@@ -4,7 +4,8 @@
 
 Each candidate computes the mean loss of hidden states and an output matrix, forward and backward. `peak` counts the
 bytes of CPU tensors on the rank with the most, as weft.memory counts them, without those that existed before (hidden
-states, targets and matrix) and without shared memory; times are medians of samples taken in turn.
+states, targets and matrix) and without shared memory; `beside gradients` leaves out the gradients of hidden states
+and matrix, too. Times are medians of samples taken in turn.
 
 - plain: every rank has the full matrix and F.cross_entropy of all logits;
 - loss_parallel: the matrix sharded as a DTensor, F.cross_entropy in torch's loss_parallel;

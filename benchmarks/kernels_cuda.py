@@ -37,8 +37,8 @@ def kernels(tokens: int, dim: int, hidden: int, options: dict[str, Any]) -> dict
     x, y, z = (torch.randn(tokens, dim, **options) for _ in range(3))
     weight, bias = (torch.randn(dim, **options) for _ in range(2))
     seed = torch.tensor([7])
-    mean_rstd = OPS._norm(x, None, weight, bias, True, 1e-5)[2:]
-    rstd = OPS._norm(x, None, weight, None, False, 1e-6)[3]
+    _, _, *mean_rstd = OPS._norm(x, None, weight, bias, True, 1e-5)
+    *_, rstd = OPS._norm(x, None, weight, None, False, 1e-6)
     empty = rstd.new_empty(0)
     wide, narrow = tokens * hidden, tokens * dim
     return {

@@ -8,9 +8,10 @@ is the time before the first training step, training is the rest; figures are th
 reported with the memory model's prediction and the ideal: the prediction for one rank, divided by the number of ranks.
 With --simulate only rank 0 runs, and torch's fake process group stands in for the others: the allocations of a rank do
 not depend on the values it receives. So one CUDA device shows the device memory of a rank of eight: the tensors and, as
-in the figures on Lightning's page, cuBLAS's workspaces (CUBLAS_WORKSPACE_CONFIG, the same for all columns), without the
-rank's host memory. Predictions are for CPU ranks, including shared memory, even for rows measured on other devices. The
-error of a row that fails is printed, the other rows are still measured, and the exit status is 1.
+in the figures of Lightning's documentation on tensor parallelism, cuBLAS's workspaces (CUBLAS_WORKSPACE_CONFIG, the
+same for all columns), without the rank's host memory. Predictions are for CPU ranks, including shared memory, even for
+rows measured on other devices. The error of a row that fails is printed, the other rows are still measured, and the
+exit status is 1.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def main() -> int:
     if args.device == "cuda" and args.small:
         parser.error("--small on cuda measures workspaces and rounding: leave it out.")
     if args.device == "cuda":
-        # The workspaces of the A100 on which Lightning's page was measured; newer devices have larger ones by default.
+        # The workspaces of the A100 of Lightning's figures; newer devices have larger ones by default.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     machine = machine_facts() | (cuda_facts() if args.device == "cuda" else {})
     report: dict[str, Any] = {

@@ -95,7 +95,7 @@ def _draw_curves(axes: Any, rows: list[dict[str, Any]]) -> None:
     for position, column in enumerate(columns):
         own = sorted((row["num_ranks"], row["peak_bytes"]) for row in rows if row["column"] == column)
         style = {"linestyle": DASHES[position % len(DASHES)], "marker": "o", "markersize": 4}
-        # Wider below: a curve that has the same points as a later one shows at its sides.
+        # Earlier curves are wider, so that one with the same points as a later curve shows at its sides.
         width = 1.2 + 0.5 * (len(columns) - position)
         axes.plot(*zip(*own, strict=True), label=COLUMNS.get(column, column), linewidth=width, **style)
     ideal = sorted((row["num_ranks"], row["ideal_bytes"]) for row in rows if row["column"] == "weft")

@@ -58,7 +58,7 @@ class Workload:
     Attributes:
         build: builds the model.
         batch: shape of a batch.
-        spec: the description of the model for the memory model.
+        spec: describes the model to the memory model, the prediction of `weft estimate`.
         vocab_size: of a language model; None: not a language model, and the loss is the sum of the model's output.
     """
 
@@ -72,7 +72,7 @@ class Workload:
         return self.vocab_size is not None
 
     def recomputing_plan(self, of_spec: bool) -> dict[str, Any]:
-        """Return the plan of "auto" with MLPs that save only their input.
+        """Return the plan that "auto" chooses, changed so that MLPs save only their input.
 
         `of_spec`: with the module names of `spec` instead of the model's.
         """
@@ -182,8 +182,8 @@ class Configuration:
     """A column of the table: a strategy, and how the model is built.
 
     Attributes:
-        where: "init": in the LightningModule's constructor; "configure": in `configure_model`; "meta": there, too, and
-            on the meta device.
+        where: "init": in the LightningModule's constructor; "configure": in `configure_model`; "meta": in
+            `configure_model`, on the meta device.
         options: arguments of weft's strategy; None: Lightning's strategy, and `configure_model` shards.
         recomputes: whether MLPs save only their input.
         wants_blocks: whether it is only for models with blocks.

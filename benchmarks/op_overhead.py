@@ -39,11 +39,10 @@ class Shape:
 
 
 SHAPES = (Shape(64, 8, 20, 31), Shape(512, 64, 5, 31), Shape(2048, 64, 1, 21))
-# The limits of --check on the median of paired ratios weft / DTensor: for all shapes but the first, for the first, and
-# for the first with the weft backend on these numbers of ranks.
-MAX_RATIO = 1.02
-MAX_RATIO_SMALLEST = 1 / 1.8
-MAX_RATIO_WITH_BACKEND = {2: 1 / 10, 4: 1 / 15}
+# The limits of --check on the median of paired ratios weft / DTensor.
+MAX_RATIO = 1.02  # for all shapes but the first
+MAX_RATIO_SMALLEST = 1 / 1.8  # for the first shape, both on gloo
+MAX_RATIO_SMALLEST_ON_WEFT = {2: 1 / 10, 4: 1 / 15}  # by number of ranks, for the first shape on the weft backend
 
 
 def with_weft(dim: int, mesh: DeviceMesh) -> nn.Module:
@@ -65,16 +64,16 @@ def forward_backward(module: nn.Module, x: Tensor, grad_y: Tensor) -> Callable[[
 
     def call() -> Tensor:
         leaf = x.detach().requires_grad_()
-        settled(module(leaf)).backward(grad_y)
+        wait_for(module(leaf)).backward(grad_y)
         for parameter in parameters:
             parameter.grad = None
-        return settled(leaf.grad)
+        return wait_for(leaf.grad)
 
     return call
 
 
-def settled(tensor: Tensor | None) -> Tensor:
-    """Return the tensor after its all-reduce, as the next layer needs it: DTensor returns outputs in flight."""
+def wait_for(tensor: Tensor | None) -> Tensor:
+    """Return the tensor after waiting for its all-reduce: DTensor returns AsyncCollectiveTensors."""
     assert tensor is not None
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor.trigger_wait()
@@ -98,9 +97,9 @@ def measure(shape: Shape) -> dict[str, Any]:
     torch.manual_seed(1)
     x, grad_y = torch.randn(shape.num_tokens, shape.dim), torch.randn(shape.num_tokens, shape.dim)
     calls = {name: forward_backward(module, x, grad_y) for name, module in modules.items()}
-    for weft_side in ("weft", "weft_on_gloo"):
+    for weft_side in ("weft", "weft_on_gloo"):  # + 0 makes a plain tensor of an AsyncCollectiveTensor
         with torch.no_grad():
-            torch.testing.assert_close(modules[weft_side](x), settled(modules["dtensor"](x)) + 0, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(modules[weft_side](x), wait_for(modules["dtensor"](x)) + 0, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(calls[weft_side](), calls["dtensor"]() + 0, rtol=1e-4, atol=1e-5)
     return interleaved_seconds(calls, num_samples=shape.num_samples, calls_per_sample=shape.calls_per_sample)
 
@@ -126,7 +125,7 @@ def failures(num_ranks: int, results: list[dict[str, Any]]) -> list[str]:
     for position, result in enumerate(results):
         limits = {"weft_on_gloo": MAX_RATIO_SMALLEST if position == 0 else MAX_RATIO, "weft": MAX_RATIO}
         if position == 0:
-            limits["weft"] = MAX_RATIO_WITH_BACKEND.get(num_ranks, MAX_RATIO_SMALLEST)
+            limits["weft"] = MAX_RATIO_SMALLEST_ON_WEFT.get(num_ranks, MAX_RATIO_SMALLEST)
         for name, limit in limits.items():
             ratio = result[f"{name}_over_dtensor"]
             if ratio > limit:
@@ -139,7 +138,7 @@ def print_table(report: dict[str, Any]) -> None:
     machine = report["machine"]
     print(f"SwiGLU feed-forward d -> d -> d, forward + backward, {report['num_ranks']} ranks x 1 thread, ms")
     print(f"{machine['cpu']}, {machine['cpu_count']} cores, torch {machine['torch']}, {machine['date']}")
-    print(f"{'d':>5} {'T':>4} {'weft':>9} {'on gloo':>9} {'DTensor':>9}  of DTensor: {'weft':>7} {'on gloo':>8}")
+    print(f"{'d':>5} {'T':>4} {'weft':>9} {'on gloo':>9} {'DTensor':>9}  / DTensor:  {'weft':>7} {'on gloo':>8}")
     for row in report["results"]:
         print(
             f"{row['dim']:>5} {row['num_tokens']:>4} {row['weft_median_ms']:>9.3f} "

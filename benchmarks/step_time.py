@@ -1,4 +1,4 @@
-"""Seconds of a training step of the documented FeedForward(8192, 8192): weft's options against stock, in one run.
+"""Seconds of a training step of Lightning's FeedForward(8192, 8192): weft's options against stock, in one run.
 
     python benchmarks/step_time.py [--ranks 2] [--json] [--check]
     python benchmarks/step_time.py --tracking [--ranks 2] [--json] [--check]
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from common import interleaved_seconds, machine_facts, median_paired_ratio, run_on_ranks
 from memory_workloads import workloads
-from op_overhead import mesh_on, settled, with_dtensor
+from op_overhead import mesh_on, wait_for, with_dtensor
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
@@ -31,9 +31,10 @@ import weft
 from weft.strategy import StepInBackward, fuse
 
 DIM, BATCH, NUM_SAMPLES = 8192, 8, 9
-MAX_OVER_STOCK = 0.6
-MAX_TRACKING = 1.02
-TRACKED_STEPS, TRACKED_PAIRS = {"feed_forward": 7, "language_model": 60}, 9
+# The limits of --check on the median of paired ratios of seconds.
+MAX_OVER_STOCK = 0.6  # of "weft" to stock
+MAX_TRACKING = 1.02  # of counted steps to uncounted ones
+TRACKED_STEPS, TRACKED_PAIRS = {"feed_forward": 7, "language_model": 60}, 9  # steps of a process, pairs of processes
 
 
 def _step(optimizer: Optimizer, loss_of: Callable[[], Tensor]) -> Callable[[], None]:
@@ -63,7 +64,7 @@ def measure() -> dict[str, list[float]]:
             fuse(optimizer, model)
         if name in ("weft_in_backward", "weft_by_rows"):
             StepInBackward(model, optimizer, by_rows=name == "weft_by_rows")
-        steps[name] = _step(optimizer, lambda model=model: settled(model(x)).sum())
+        steps[name] = _step(optimizer, lambda model=model: wait_for(model(x)).sum())
     return interleaved_seconds(steps, num_samples=NUM_SAMPLES, calls_per_sample=1, warm_up=2)
 
 

@@ -30,7 +30,7 @@ from weft.lightning import MemoryMonitor, WeftModelParallelStrategy
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from model import ModelArgs, Transformer
 
-LAYOUTS = {"tp2": (1, 2), "dp2": (2, 1), "dp2,tp2": (2, 2)}
+LAYOUTS = {"tp2": (1, 2), "dp2": (2, 1), "dp2,tp2": (2, 2)}  # data-parallel ranks, tensor-parallel ranks
 NUM_WARM_UP = 2  # the first creates the optimizer's states
 
 
@@ -55,7 +55,7 @@ SIZES = {size.dim: size for size in (Size(128, 256, 10), Size(512, 1024, 1), Siz
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy and the backend of its group; `options` are arguments of weft's strategy, None: Lightning's."""
+    """A strategy and the backend of its group; `options`: arguments of weft's strategy; None: Lightning's."""
 
     backend: str
     options: dict[str, Any] | None

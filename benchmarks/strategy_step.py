@@ -30,7 +30,7 @@ from process_sets import ProcessSet
 from strategy_candidates import CANDIDATES, LAYOUTS, NUM_WARM_UP, SIZES, Size, train
 from torch import Tensor
 
-NUM_COUNTED = 1
+NUM_COUNTED = 1  # samples of the runs that count memory
 # The limits of --check for "weft", beyond noise: the median of paired ratios to stock, at the smallest size and at the
 # others.
 MAX_RATIO_SMALLEST, MAX_RATIO = 0.5, 1.0

@@ -4,7 +4,8 @@
 
 The start of a process includes importing torch, Lightning and weft, building the model and assigning the plan. Verified
 and unverified (`verify="never"`) processes start in turn; `verification` is the additional time of the assignment,
-`share` its ratio to the unverified start. --check fails if a share of a model of 32 or more layers is over 2 %.
+`verification_p99` its maximum over the samples, `share` its ratio to the unverified start. --check fails if a share of
+a model of 32 or more layers is over 2 %.
 """
 
 from __future__ import annotations

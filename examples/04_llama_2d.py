@@ -1,7 +1,7 @@
-"""A Llama with the published shapes on a 2-D mesh: fully sharded over one axis, tensor-parallel over the other.
+"""A Llama, tiny or with the shapes of 7B, on a 2-D mesh: fully sharded over one axis, tensor-parallel over the other.
 
     python examples/04_llama_2d.py                                           # tiny, dp2,tp2, on 4 processes
-    python examples/04_llama_2d.py --save /tmp/llama                         # and a checkpoint, each rank its shards
+    python examples/04_llama_2d.py --save /tmp/llama                         # writes a checkpoint, too
     python examples/04_llama_2d.py --resume /tmp/llama --epochs 2 --devices 2 --layout tp2
     python examples/04_llama_2d.py --size 7b --devices 8 --layout dp2,tp4 --precision bf16-true   # on 8 GPUs
 

@@ -56,7 +56,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def train_first_stage(stage: nn.Module, group: str) -> None:
-    tokens = [weft.ops.pipeline_send([stage(x)], 1, 0, group) for x, _ in micro_batches()]
+    tokens = [weft.ops.pipeline_send([stage(x)], peer=1, channel=0, group_name=group) for x, _ in micro_batches()]
     # This stage has no loss: the backward of a zero waits for the gradients of all sent tensors.
     weft.ops.join(torch.zeros(()), tokens).backward()
 
@@ -64,7 +64,9 @@ def train_first_stage(stage: nn.Module, group: str) -> None:
 def train_last_stage(stage: nn.Module, group: str) -> None:
     # `like` gives a message's dtype, shape and requires_grad. All receives are posted before any message has arrived.
     like = torch.empty((), dtype=torch.float64, requires_grad=True)
-    tokens = [weft.ops.pipeline_recv([like.expand(size, HIDDEN)], 0, 0, group) for size in BATCH_SIZES]
+    tokens = [
+        weft.ops.pipeline_recv([like.expand(size, HIDDEN)], peer=0, channel=0, group_name=group) for size in BATCH_SIZES
+    ]
     for token, (_, targets) in zip(tokens, micro_batches(), strict=True):
         (hidden,) = weft.ops.pipeline_wait(token)
         loss_of(stage(hidden), targets).backward()

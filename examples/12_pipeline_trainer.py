@@ -30,6 +30,7 @@ from weft.lightning import WeftModelParallelStrategy
 from weft.strategy.pipeline import draw
 
 SEED, SEQ_LEN, BATCH_SIZE, STEPS, VALIDATION_BATCHES = 0, 64, 8, 6, 2
+MICRO_BATCHES = 4
 ARGS = ModelArgs(max_seq_len=SEQ_LEN)
 
 
@@ -81,7 +82,7 @@ def strategy_of(args: argparse.Namespace, num_stages: int) -> Any:
         pipeline_module="model",
         pipeline_cuts=[f"layers.{round(stage * layers_of_stage)}" for stage in range(1, num_stages)],
         pipeline_schedule=args.schedule,
-        num_micro_batches=4,
+        num_micro_batches=MICRO_BATCHES,
     )
 
 
@@ -114,7 +115,7 @@ def train(args: argparse.Namespace) -> None:
     if args.picture is not None and args.layout != "none":
         traces = strategy.pipeline.traces()  # of the last batch, a validation batch, from every rank
         if trainer.is_global_zero:
-            draw(strategy.pipeline.schedule(4, forward_only=True), traces, path=args.picture)
+            draw(strategy.pipeline.schedule(MICRO_BATCHES, forward_only=True), traces, path=args.picture)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -20,7 +20,7 @@ class ModelArgs:
     Attributes:
         dim: D, a multiple of 2 * n_heads (rotary embeddings rotate pairs).
         n_layers: number of blocks.
-        n_heads: H; tensor parallelism needs a multiple of the ranks.
+        n_heads: H; attention is sharded if the number of tensor-parallel ranks divides it.
         hidden_dim: F.
         vocab_size: V; 256 for bytes.
         max_seq_len: the longest T.
@@ -102,7 +102,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and around a residual."""
+    """One layer: attention and feed-forward, each behind a norm and with a residual connection."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ class LitTransformer(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer(self.parameters())  # of the shards; the CLI would build it before sharding
+        return self.optimizer(self.parameters())  # called here, because the CLI would build it before sharding
 
     def on_train_end(self) -> None:
         parameters = list(self.parameters())

@@ -3,7 +3,7 @@
     python examples/cpp/export_models.py FOLDER [--ranks 2] [--compiled]
 
 Every rank saves `mlp.rank<r>.pt` and `language_model.rank<r>.pt` (TorchScript) and, with `--compiled`,
-`language_model.rank<r>.pt2` (torch.export, compiled by AOTInductor). Each prints its results as the programs do.
+`language_model.rank<r>.pt2` (torch.export, compiled by AOTInductor). Each rank prints the same results as the programs.
 """
 
 from __future__ import annotations

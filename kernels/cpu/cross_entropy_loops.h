@@ -22,13 +22,13 @@ constexpr Scalar kInfinity = std::numeric_limits<Scalar>::infinity();
 
 // Reduces kSize values to one by halves, in the same order for every instruction set.
 template <int64_t kSize, typename Scalar, typename Combine>
-C10_ALWAYS_INLINE Scalar folded(Scalar* values, const Combine& combine) {
+C10_ALWAYS_INLINE Scalar reduce_by_halves(Scalar* values, const Combine& combine) {
   if constexpr (kSize == 1) {
     return values[0];
   } else {
     constexpr int64_t kHalf = kSize / 2;
     for (int64_t i = 0; i < kHalf; ++i) values[i] = combine(values[i], values[i + kHalf]);
-    return folded<kHalf>(values, combine);
+    return reduce_by_halves<kHalf>(values, combine);
   }
 }
 
@@ -40,7 +40,7 @@ C10_NOINLINE Scalar largest_of_tile(const Scalar* __restrict logits, int64_t siz
     values[i] = logits[i] > -kInfinity<Scalar> ? logits[i] : -kInfinity<Scalar>;
   }
   for (int64_t i = size; i < kTileSize; ++i) values[i] = -kInfinity<Scalar>;
-  return folded<kTileSize>(values, [](Scalar a, Scalar b) { return a > b ? a : b; });
+  return reduce_by_halves<kTileSize>(values, [](Scalar a, Scalar b) { return a > b ? a : b; });
 }
 
 template <typename Scalar>
@@ -50,7 +50,7 @@ C10_NOINLINE Scalar sum_exp_of_tile(const Scalar* __restrict logits, Scalar shif
     values[i] = PolynomialMath<Scalar>::exp(logits[i] - shift);
   }
   for (int64_t i = size; i < kTileSize; ++i) values[i] = 0;
-  return folded<kTileSize>(values, [](Scalar a, Scalar b) { return a + b; });
+  return reduce_by_halves<kTileSize>(values, [](Scalar a, Scalar b) { return a + b; });
 }
 
 template <typename Scalar>
@@ -58,7 +58,7 @@ C10_NOINLINE Scalar sum_of_tile(const Scalar* __restrict logits, int64_t size) {
   alignas(64) Scalar values[kTileSize];
   for (int64_t i = 0; i < size; ++i) values[i] = logits[i];
   for (int64_t i = size; i < kTileSize; ++i) values[i] = 0;
-  return folded<kTileSize>(values, [](Scalar a, Scalar b) { return a + b; });
+  return reduce_by_halves<kTileSize>(values, [](Scalar a, Scalar b) { return a + b; });
 }
 
 // Returns the number to subtract before exp. While all logits so far are masked out (-infinity),
@@ -109,8 +109,8 @@ void run_statistics(const detail::CrossEntropyStatisticsJob& job, int64_t first,
   }
 }
 
-// The gradient with respect to one logit of a row. `target_offset` is subtracted for the target
-// only.
+// The gradient with respect to one logit of a row. `target_offset` is 1 - smoothing for the target
+// and 0 for other classes.
 template <typename Scalar>
 struct RowGradient {
   C10_ALWAYS_INLINE Scalar operator()(Scalar logit, Scalar target_offset = 0) const {

@@ -50,7 +50,7 @@ void run_dropout(const detail::DropoutJob& job, int64_t first, int64_t last) {
     const int64_t idx_in_run = begin % job.run_size;
     const int64_t run_end = (run_idx + 1) * job.run_size;
     const int64_t end = run_end < last ? run_end : last;
-    // The position of an element of this run in the unsharded tensor, less its index in the shard.
+    // The position of an element of this run in the unsharded tensor, minus its index in the shard.
     const int64_t shift = run_idx * job.full_run_size + job.run_begin + idx_in_run - begin;
     for_each_tile(begin, end, [&](int64_t tile_begin, int64_t size) {
       const int64_t position = tile_begin + shift;

@@ -215,7 +215,7 @@ C10_NOINLINE void input_gradient_tile(const Scalar* __restrict grad_y,
 }
 
 template <typename Scalar>
-const Scalar* advanced(const Scalar* data, int64_t by) {
+const Scalar* offset_or_null(const Scalar* data, int64_t by) {
   return data == nullptr ? nullptr : data + by;
 }
 
@@ -258,8 +258,8 @@ void run_norm_forward(const detail::NormForwardJob& job, int64_t first, int64_t 
     static_cast<Scalar*>(job.rstd)[row] = rstd;
     for_each_tile(row_begin, row_end, [&](int64_t begin, int64_t count) {
       const int64_t column = begin - row_begin;
-      const auto* weights = advanced(weight, column);
-      const auto* biases = advanced(bias, column);
+      const auto* weights = offset_or_null(weight, column);
+      const auto* biases = offset_or_null(bias, column);
       const auto normalize = bias != nullptr     ? normalize_tile<Scalar, true, true>
                              : weight != nullptr ? normalize_tile<Scalar, true, false>
                                                  : normalize_tile<Scalar, false, false>;
@@ -298,7 +298,7 @@ void run_norm_backward(const detail::NormBackwardJob& job,
       Scalar* to_bias = num_params < 2 ? nullptr : grad_weight + size + column;
       const auto add_sums = weight != nullptr ? gradient_sums_of<Scalar, true>(num_params)
                                               : gradient_sums_of<Scalar, false>(num_params);
-      const auto* weights = advanced(weight, column);
+      const auto* weights = offset_or_null(weight, column);
       add_sums(grads, values, weights, mean, rstd, count, sum_g, sum_gn, to_weight, to_bias);
     });
     if (job.grad_v == nullptr) continue;
@@ -310,7 +310,7 @@ void run_norm_backward(const detail::NormBackwardJob& job,
       Scalar* out = grad_v.start_tile(begin);
       write(grad_y.read(begin, count),
             v.read(begin, count),
-            advanced(weight, begin - row_begin),
+            offset_or_null(weight, begin - row_begin),
             mean,
             rstd,
             mean_g,

@@ -122,13 +122,14 @@ struct PolynomialMath {
     return exp_of_sum(bounded, Scalar(0));
   }
 
-  // With a = |x|, the upper tail is pdf(a) times the Mills ratio m(a), and m(a) * (a + c) is a
-  // smooth function of t = (a - c) / (a + c), which kMills approximates (divided by sqrt(2 pi)).
+  // With a = |x| and c = kMillsCenter, the upper tail is pdf(a) times the Mills ratio m(a). kMills
+  // approximates m(a) * (a + c) / sqrt(2 pi), a smooth function of t = (a - c) / (a + c).
   // Both tails keep their relative accuracy, unlike 1 + erf.
   C10_ALWAYS_INLINE static detail::NormalPoint<Scalar> normal(Scalar x) {
     constexpr Scalar kInverseSqrtTwoPi = Scalar(0.39894228040143267793994605993438);
     // min(|x|, limit), on the bits: the compiler turns selections on floating-point numbers into
-    // branches. NaN becomes the limit; the formulae multiply by x itself.
+    // branches. NaN becomes the limit; the results of activation_math.h are still NaN, because its
+    // formulae multiply by x itself.
     const auto distance = static_cast<Bits>(std::bit_cast<Bits>(x) & ~Constants::kSignBit);
     constexpr auto kLimit = std::bit_cast<Bits>(Constants::kNormalLimit);
     const Scalar a = std::bit_cast<Scalar>(distance < kLimit ? distance : kLimit);
@@ -149,16 +150,16 @@ struct PolynomialMath {
   // result is 0.
   C10_ALWAYS_INLINE static Scalar exp_of_sum(Scalar high, Scalar low) {
     constexpr Scalar kLog2E = Scalar(1.4426950408889634073599246810019);
-    const Scalar exponent = rounded((high + low) * kLog2E);
+    const Scalar exponent = round_to_integer((high + low) * kLog2E);
     const Scalar r =
         ((high - exponent * Constants::kLn2High) - exponent * Constants::kLn2Low) + low;
     const Scalar power = Scalar(1) + (r + r * r * polynomial(Constants::kExp, r));
     // In two steps, because 2^exponent alone may lie outside the normal numbers.
-    const Scalar half_exponent = rounded(exponent * Scalar(0.5));
+    const Scalar half_exponent = round_to_integer(exponent * Scalar(0.5));
     return power * power_of_two(half_exponent) * power_of_two(exponent - half_exponent);
   }
 
-  C10_ALWAYS_INLINE static Scalar rounded(Scalar x) {
+  C10_ALWAYS_INLINE static Scalar round_to_integer(Scalar x) {
     return (x + Constants::kRounder) - Constants::kRounder;
   }
 

@@ -74,8 +74,9 @@ __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin)
   store_pack<Storage>(job.h, begin, h);
 }
 
-// The `Operation` of elementwise.cuh. One kernel serves the four operations: they differ in
-// branches that are the same for every thread, and memory bandwidth limits the speed.
+// The `Operation` of elementwise.cuh. One kernel serves forward and backward, plain and
+// gated: they differ in branches that are the same for every thread, and memory bandwidth limits
+// the speed.
 template <typename Element, Activation kActivation>
 struct ActivationOperation {
   using Storage = Element;

@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kMaxStatisticsThreads)
   }
 }
 
-// The blocks with one blockIdx.y process one row at a time together. The thread that reads an
+// All blocks with the same blockIdx.y process one row at a time, together. The thread that reads an
 // element of the logits also writes it, so the gradient may overwrite the logits.
 template <typename Storage, int kWidth>
 __global__ void __launch_bounds__(kGradientThreads)

@@ -210,7 +210,8 @@ void run_backward(const NormBackwardJob& job,
   using Scalar = ScalarOf<Storage>;
   const auto kernel = norm_backward_kernel<Storage, Params, kWidth>;
   const int64_t num_blocks = num_blocks_of(job, device);
-  // At most half of a multiprocessor's shared memory, so that two blocks fit.
+  // At most half of a multiprocessor's shared memory, so that two blocks fit, less 2 KiB for the
+  // kernel's static shared memory and for what the system reserves in each block.
   const int64_t max_shared_bytes =
       std::min(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) / 2) -

@@ -44,8 +44,8 @@ inline int64_t bytes_of(detail::StorageType type) {
 }
 
 // Returns whether the rows of `arrays` can be accessed in packs of 16 bytes: every row begins at a
-// multiple of 16 bytes. If the arrays are of a half type, a pack of float32 parameters is 32 bytes,
-// which the compiler loads with two instructions, so weight and bias must be aligned to 32 bytes.
+// multiple of 16 bytes. Weight and bias must be aligned to 32 bytes: if the arrays are of a half
+// type, a pack of float32 parameters is 32 bytes, which the compiler loads with two instructions.
 template <typename Job>
 bool is_packable(const Job& job, std::initializer_list<const void*> arrays) {
   const int64_t width = kVectorBytes / bytes_of(job.type);

@@ -62,7 +62,7 @@ void check_same_shape(const ActivationOperands& operands,
 
 void check_operands(const ActivationOperands& operands, c10::DeviceType device) {
   const NamedOperand x = {operands.up != nullptr ? "gate" : "x", &operands.x};
-  check_device_and_dtype(operands, x, x);
+  check_device_and_dtype(operands, x, x);  // with itself: checks that it is defined
   TORCH_CHECK(x.tensor->device().type() == device,
               operands.function,
               " got ",

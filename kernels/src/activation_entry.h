@@ -20,14 +20,14 @@ namespace weft::kernels::detail {
 
 // The arguments of one call, borrowed; `x` is the gate of the gated operations.
 struct ActivationOperands {
-  const char* function;  // its name, for errors
+  const char* function;  // the name of the called function, for errors
   const at::Tensor& x;
   const at::Tensor* up = nullptr;
   const at::Tensor* grad_h = nullptr;
 };
 
-// Throws c10::Error if operands differ in shape, dtype or device, or if `x` has another dtype than
-// the supported ones or is on another type of device than `device`.
+// Throws c10::Error if an operand is undefined, if operands differ in shape, dtype or device, if
+// the dtype is not supported, or if the operands are not on the type of device `device`.
 void check_operands(const ActivationOperands& operands, c10::DeviceType device);
 
 struct ActivationResults {

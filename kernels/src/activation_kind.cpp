@@ -5,6 +5,7 @@
 namespace weft::kernels {
 namespace {
 
+// Indexed by Activation.
 constexpr std::array<std::string_view, 4> kNames = {"silu", "gelu", "gelu_tanh", "relu"};
 
 }  // namespace

@@ -83,7 +83,8 @@ struct Formula<Math, Activation::kGelu> {
   }
 };
 
-// 0.5 * (1 + tanh(u)) is sigmoid(2u), which keeps its relative accuracy where tanh(u) is near -1.
+// With u = sqrt(2 / pi) * (x + 0.044715 * x^3), the factor 0.5 * (1 + tanh(u)) of x is sigmoid(2u),
+// which keeps its relative accuracy where tanh(u) is near -1.
 template <typename Math>
 struct Formula<Math, Activation::kGeluTanh> {
   using Scalar = typename Math::Scalar;
@@ -92,13 +93,13 @@ struct Formula<Math, Activation::kGeluTanh> {
   static constexpr Scalar kCubic = Scalar(0.044715);
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE static Scalar value(Scalar x) {
-    const Scalar y = bounded(x);
+    const Scalar y = clamp_x(x);
     return x / (Scalar(1) + Math::exp(-twice_u(y)));
   }
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE static ActivationGradient<Scalar> backward(Scalar grad_h,
                                                                                Scalar x) {
-    const Scalar y = bounded(x);
+    const Scalar y = clamp_x(x);
     const Logistic<Scalar> sigmoid = logistic<Math>(twice_u(y));
     const Scalar twice_u_slope = kTwoSqrtTwoOverPi * (Scalar(1) + Scalar(3) * kCubic * y * y);
     const Scalar slope = sigmoid.value + x * (sigmoid.slope * twice_u_slope);
@@ -108,7 +109,7 @@ struct Formula<Math, Activation::kGeluTanh> {
  private:
   // The sigmoid reaches 0 or 1 long before |x| = 40; the bound keeps y * y finite for finite x. The
   // bound drops NaN, but the results keep NaN, because they multiply by x itself.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static Scalar bounded(Scalar x) {
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static Scalar clamp_x(Scalar x) {
     const Scalar above = x > Scalar(-40) ? x : Scalar(-40);
     return above < Scalar(40) ? above : Scalar(40);
   }

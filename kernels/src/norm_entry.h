@@ -11,7 +11,8 @@
 //
 //   struct Device {
 //     static constexpr c10::DeviceType kType;
-//     // Returns a weight or bias whose dtype is not `compute_type`, unchanged or converted to it.
+//     // Called for a weight or bias of another dtype than `compute_type`. Returns it unchanged, or
+//     // converted to `compute_type`.
 //     static at::Tensor params(const at::Tensor& params, at::ScalarType compute_type);
 //     static void run(const NormForwardJob& job, c10::Device device);  // has elements
 //     // Returns the parameters' gradients, summed over rows: [num_params, d] with the dtype
@@ -136,7 +137,7 @@ struct NormEntry {
     return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
   }
 
-  // Rows without features have no mean: the kernels never read these values, but results must be
+  // Rows without features have no mean and no rstd. The values are never read, but results must be
   // deterministic.
   static NormResult zero_row_stats(NormResult result) {
     result.rstd.zero_();

@@ -28,7 +28,7 @@ def batch_digest(batch: Any) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterable[Tensor]:
+def _tensors(value: Any, visited: set[int]) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         if value.layout == torch.strided:
             yield value
@@ -36,9 +36,9 @@ def _tensors(value: Any, seen: set[int]) -> Iterable[Tensor]:
             coalesced = value.to_sparse_coo().coalesce()
             yield from (coalesced.indices(), coalesced.values())
         return
-    if isinstance(value, str | bytes | int | float | complex | bool | type(None)) or id(value) in seen:
+    if isinstance(value, str | bytes | int | float | complex | bool | type(None)) or id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     if isinstance(value, Mapping):
         children: Iterable[Any] = value.values()
     elif isinstance(value, Sequence):
@@ -48,21 +48,21 @@ def _tensors(value: Any, seen: set[int]) -> Iterable[Tensor]:
     else:
         children = vars(value).values() if hasattr(value, "__dict__") else ()
     for child in children:
-        yield from _tensors(child, seen)
+        yield from _tensors(child, visited)
 
 
 class BatchCheck:
-    """Compares the first `num_first` batches of a loop between the ranks of a group, and every `every`-th one.
+    """Compares some batches of each loop between the ranks of a group.
 
-    A loop is "training", "validation", "test" or "prediction"; under Fabric "training" or "evaluation". With
-    `every` 0 there are no others; unless `num_first` is 0, too, the first batch after each `begin_epoch` is compared as
-    well.
+    These are the first `num_first` batches, every `every`-th batch (none if `every` is 0), and the first batch after
+    each `begin_epoch`; with `num_first` and `every` both 0, none. A loop is "training", "validation", "test" or
+    "prediction"; under Fabric "training" or "evaluation".
     """
 
     def __init__(self, num_first: int, every: int) -> None:
         self._num_first = num_first
         self._every = every
-        self._num_seen: dict[str, int] = {}
+        self._num_batches: dict[str, int] = {}
         self._epoch_begins = False
 
     @property
@@ -72,7 +72,7 @@ class BatchCheck:
 
     def restart(self) -> None:
         """Count from zero again: a new run begins."""
-        self._num_seen.clear()
+        self._num_batches.clear()
         self._epoch_begins = False
 
     def begin_epoch(self) -> None:
@@ -94,8 +94,8 @@ class BatchCheck:
         Raises:
             ValueError: on every rank of the group, if the ranks hold different batches.
         """
-        batch_idx = self._num_seen.get(loop, 0)
-        self._num_seen[loop] = batch_idx + 1
+        batch_idx = self._num_batches.get(loop, 0)
+        self._num_batches[loop] = batch_idx + 1
         is_due = batch_idx < self._num_first or (self._every > 0 and batch_idx % self._every == 0) or self._epoch_begins
         self._epoch_begins = False
         if not is_due or group.size() == 1:

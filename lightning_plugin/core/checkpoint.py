@@ -1,9 +1,9 @@
-"""Checkpoints of a model whose parameters are DTensors: a directory of shards, or one file like any Trainer's.
+"""Checkpoints of a model whose parameters are DTensors: a directory of shards, or one file as any Trainer writes it.
 
 The directory is written by torch.distributed.checkpoint with the keys "model" and "optimizer_0", ..., and has a
-`meta.pt` for the rest: the format that Lightning's `consolidate_checkpoint` converts to one file. (The stock strategy
-names the model "state_dict", which that tool does not accept.) An optimizer without state goes into meta.pt, because
-the directory's format drops empty dictionaries.
+`meta.pt` for the rest: the format that Lightning's `consolidate_checkpoint` converts to one file. (Lightning's
+ModelParallelStrategy writes the key "state_dict", which `consolidate_checkpoint` does not accept.) An optimizer without
+state goes into meta.pt, because torch.distributed.checkpoint drops empty dictionaries.
 
 All ranks must call the functions that save or load, except `write_file`.
 """
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from weft._plugin.optimizer_state import FullModel, load_sharded_state, load_state, rekey_by_name
 
 METADATA_FILENAME = "meta.pt"
-# The keys of the model in directories; "state_dict" is that of the stock strategy.
+# The key of the model in a directory that weft has written, and in one that ModelParallelStrategy has written.
 MODEL_KEYS = ("model", "state_dict")
 
 
@@ -35,7 +35,7 @@ def optimizer_key(idx: int) -> str:
 
 
 def without_none(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments that are not None: the stock strategy of Lightning 2.5 does not have `weights_only`."""
+    """Return the arguments that are not None: `load_checkpoint` of Lightning 2.5 does not take `weights_only`."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -51,9 +51,9 @@ def save_directory(
     barrier: Callable[[], None],
     pipeline_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a Trainer's `checkpoint` (its keys "state_dict" and "optimizer_states" hold DTensors) as `path`.
+    """Write a Trainer's `checkpoint`, in which "state_dict" and "optimizer_states" hold DTensors, as a directory.
 
-    `pipeline_group`: the ranks with the stages of the model, if it is in stages.
+    `pipeline_group`: the ranks that hold the stages of the model; None: it has no stages.
     """
     rest = dict(checkpoint)
     states = rest.pop("optimizer_states", [])
@@ -122,19 +122,19 @@ def load_directory(
     weights_only: bool | None,
     full_model: FullModel | None = None,
 ) -> dict[str, Any]:
-    """Load a directory of shards, saved by any number of ranks, into the live objects; return the rest.
+    """Load a directory of shards, saved by any number of ranks, into the model and the optimizers; return the rest.
 
-    `full_model`: the model of all stages, if it is in stages.
+    `full_model`: describes the model of all stages; None: the model has no stages.
     """
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     model_key = next((k for k in MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), MODEL_KEYS[0])
-    read = {model_key: get_model_state_dict(model)}
+    target = {model_key: get_model_state_dict(model)}
     if strict:
         prefix = f"{model_key}."
         names = (name.removeprefix(prefix) for name in saved if name.startswith(prefix))
-        _check_names(path, names, _names_of_all(read[model_key], full_model))
-    dcp.load(read, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=not strict))
-    model.load_state_dict(read[model_key], strict=strict)
+        _check_names(path, names, _names_of_all_stages(target[model_key], full_model))
+    dcp.load(target, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=not strict))
+    model.load_state_dict(target[model_key], strict=strict)
     rest: dict[str, Any] = torch.load(path / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
     for idx, optimizer in enumerate(optimizers):
         if not load_optimizer_of_directory(path, optimizer_key(idx), model, optimizer, rest):
@@ -142,10 +142,10 @@ def load_directory(
     return rest
 
 
-def _names_of_all(local_names: Iterable[str], full_model: FullModel | None) -> set[str]:
+def _names_of_all_stages(local_names: Iterable[str], full_model: FullModel | None) -> set[str]:
     """Return the names in the state of all stages; collective over the stages.
 
-    `full_model`: None: the model is not in stages, and `local_names` are all names.
+    With `full_model` None the model has no stages, and `local_names` are all names.
     """
     if full_model is None:
         return set(local_names)
@@ -157,17 +157,18 @@ def _names_of_all(local_names: Iterable[str], full_model: FullModel | None) -> s
 def _check_names(path: Path, saved: Iterable[str], expected: Iterable[str]) -> None:
     """Raise RuntimeError, as `load_state_dict` does, if a checkpoint does not have the names of the model's state.
 
-    An expected entry that is a dict is saved under several names with this prefix.
+    An expected entry that is a dict is saved under several names, each with the entry's name as a prefix.
     """
     saved, expected = set(saved), set(expected)
     prefixes = {name for name in expected if any(each.startswith(f"{name}.") for each in saved)}
     missing = sorted(expected - saved - prefixes)
     surplus = sorted(n for n in saved - expected if not any(n.startswith(f"{prefix}.") for prefix in prefixes))
     if missing or surplus:
-        texts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has more: {', '.join(surplus)}"] * bool(surplus)
+        texts = [f"lacks {', '.join(missing)}"] * bool(missing)
+        texts += [f"has the unexpected {', '.join(surplus)}"] * bool(surplus)
         raise RuntimeError(
             f"the checkpoint {str(path)!r} {' and '.join(texts)}; load it into the model that was saved, or pass "
-            "strict=False (a LightningModule: set strict_loading) to load only the entries that fit."
+            "strict=False (for a LightningModule, set strict_loading=False) to load only the entries that fit."
         )
 
 
@@ -196,7 +197,7 @@ def load_file(
     weights_only: bool | None,
     full_model: FullModel | None = None,
 ) -> dict[str, Any]:
-    """Load a Trainer's single file, saved by any strategy, into the live objects; return the rest.
+    """Load a Trainer's single file, saved by any strategy, into the model and the optimizers; return the rest.
 
     Every rank memory-maps the file and reads only its shards; no tensors are communicated.
     """
@@ -205,7 +206,7 @@ def load_file(
     target = get_model_state_dict(model)
     if full_model is not None:
         if strict:
-            _check_names(path, saved, _names_of_all(target, full_model))
+            _check_names(path, saved, _names_of_all_stages(target, full_model))
         saved = {name: value for name, value in saved.items() if name in target}
     model.load_state_dict({name: _shard_like(value, target.get(name)) for name, value in saved.items()}, strict)
     if optimizers:
@@ -213,8 +214,8 @@ def load_file(
         if len(states) < len(optimizers):
             raise KeyError(_no_optimizer(path, len(states)))
         for optimizer, state in zip(optimizers, states, strict=False):
-            by_name = state if full_model is None else rekey_by_name(state, model, optimizer, full_model)
-            load_state(model, optimizer, by_name)
+            saved_state = state if full_model is None else rekey_by_name(state, model, optimizer, full_model)
+            load_state(model, optimizer, saved_state)
     return checkpoint
 
 

@@ -6,7 +6,7 @@ import importlib
 
 
 class Console:
-    """Prints through Lightning's functions; `fabric_module`: the name of the namespace's Fabric package."""
+    """Prints through Lightning's functions; `fabric_module`: the package that has them, such as "lightning.fabric"."""
 
     def __init__(self, fabric_module: str) -> None:
         self._rank_zero_module = f"{fabric_module}.utilities.rank_zero"

@@ -62,7 +62,7 @@ def consolidate_checkpoint(
     checkpoint = torch.load(source / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
     checkpoint["state_dict"] = tensors.pop(model_key)
     states: list[Any] = []
-    # An optimizer that has no state yet is in the metadata.
+    # An optimizer that had no state when it was saved is in meta.pt.
     while (key := optimizer_key(len(states))) in tensors or key in checkpoint:
         states.append(tensors[key] if key in tensors else checkpoint.pop(key))
     if states:

@@ -21,8 +21,8 @@ DATA_AXIS = "data_parallel"
 class DataAxes:
     """The data axes of one mesh, and the modules that are sharded, or whose gradients are averaged, over them.
 
-    mesh: with the axis data_parallel and, if it is replicated, the axis data_replicate before it.
-    group: the ranks that differ from this one only along those axes; they see other data.
+    mesh: with the axis data_parallel and, if data_replicate_size is not 1, the axis data_replicate before it.
+    group: this rank's group along the data axes; its ranks get different data.
     zero_stage: 0 to 3; what is sharded over data_parallel.
     """
 
@@ -60,7 +60,7 @@ class DataAxes:
         entry_points: Iterable[str] | None = None,
         root_is_unit: bool = True,
     ) -> list[str]:
-        """Shard a module's parameters if `shards_parameters`; return the names of the units, as `apply_fsdp`."""
+        """Shard a module's parameters if `shards_parameters`; return the names of the FSDP2 units. See `apply_fsdp`."""
         if not self.shards_parameters:
             return []
         from weft.strategy.data_parallel import apply_fsdp
@@ -78,12 +78,12 @@ class DataAxes:
         return names
 
     def average_gradients_of(self, module: Module) -> None:
-        """Average a module's gradients in backwards, unless FSDP2 shards its parameters.
+        """Average a module's gradients in each later backward, unless FSDP2 shards its parameters.
 
         Call it after the parameters are on their final device: moving a DTensor loses its hooks.
 
         Raises:
-            ValueError: the parameters are already sharded over these ranks, by an earlier run or by the user.
+            ValueError: FSDP2 has sharded the parameters already, in an earlier run or in the user's code.
         """
         if self.size == 1 or self.shards_parameters:
             return
@@ -99,9 +99,9 @@ class DataAxes:
         self._reducers[module] = GradientReducer(module, self.group)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Make an optimizer step on averaged gradients only and, at zero_stage 1, step this rank's flat shards only.
+        """Make an optimizer use averaged gradients; at zero_stage 1, make it step only this rank's `ShardedStates`.
 
-        With FSDP2, parameters that are still gathered after a step are freed, because they have the old values.
+        With FSDP2, each step frees the parameters that are still gathered, because they have the old values.
         """
         if not self.shards_parameters and self.size > 1:
             optimizer.register_step_pre_hook(lambda *_: self._average_pending())
@@ -139,7 +139,7 @@ class DataAxes:
 
     @contextlib.contextmanager
     def without_sync(self, modules: Iterable[Module] | None = None) -> Iterator[None]:
-        """Inside, backwards do not reduce gradients of `modules`; None: of all modules."""
+        """Inside, no backward reduces the gradients of `modules`; None: of all modules."""
         from weft.strategy.data_parallel.fully_sharded import set_gradient_sync
 
         chosen = None if modules is None else {inner for module in modules for inner in module.modules()}

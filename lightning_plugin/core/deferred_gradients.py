@@ -1,6 +1,6 @@
-"""Keeps the gradients that a pipeline's training step has computed until the Trainer calls the backward.
+"""Holds a pipeline's gradients from `training_step`, which computes them, until the Trainer calls the backward.
 
-The Trainer zeroes gradients between `training_step`, in which the pipeline's schedule runs, and the backward.
+Between the two the Trainer zeroes gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DeferredGradients:
         factor is unknown before the backward, which then multiplies the gradients by it.
 
     If the scale is known, the step of a later accumulated batch adds its gradients to the earlier ones directly. In
-    this case, and if earlier gradients are freed, one set of gradients is alive during the step; otherwise two are.
+    this case, or if earlier gradients are freed, one set of gradients is alive during the step; otherwise two are.
     """
 
     def __init__(

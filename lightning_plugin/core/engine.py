@@ -5,10 +5,10 @@ A part uses the engine's public members, and Lightning's members of the strategy
 
 NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size`, `_tensor_parallel_size`,
 `_save_distributed_checkpoint`, `_process_group_backend`, `_get_process_group_backend` and, under Fabric,
-`_parallelize_fn` and `_backward_sync_control` are protected members of Lightning's ModelParallelStrategy, of which
-weft's strategies are subclasses. Also used are `LightningModule._device_mesh`, `_after_closure` of precision plugins,
-and the Trainer's `_accelerator_connector`, which alone keeps the argument `use_distributed_sampler`. Lightning has no
-public equivalents of these.
+`_parallelize_fn` and `_backward_sync_control` are protected members of Lightning's ModelParallelStrategy (the stock
+strategy), of which weft's strategies are subclasses. Also used are `LightningModule._device_mesh`, `_after_closure` of
+precision plugins, and the Trainer's `_accelerator_connector`, which alone keeps the argument `use_distributed_sampler`.
+Lightning has no public equivalents of these.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft._plugin.first_gradients import FirstGradients
 from weft._plugin.in_backward_steps import InBackwardSteps
 from weft._plugin.memory_watch import MemoryWatch
 from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS
-from weft._plugin.options import Options, check_rows_without_replicas, resolve_sizes
+from weft._plugin.options import Options, check_rows_on_one_data_rank, resolve_sizes
 from weft._plugin.parameter_replacements import ParameterReplacements
 from weft._plugin.process_group import check_world_size
 from weft._plugin.replicas import broadcast_random_state, broadcast_values, random_state_of_first_rank
@@ -105,13 +105,13 @@ class Engine:
 
     @property
     def tensor_parallel_group(self) -> dist.ProcessGroup:
-        """Return this rank's group along the axis tensor_parallel, whose ranks see the same data."""
+        """Return this rank's group along the axis tensor_parallel, whose ranks get the same data."""
         group: dist.ProcessGroup = self.mesh.get_group(TENSOR_AXIS)
         return group
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Return the group of the ranks that differ from this one only along the data axes; they see other data."""
+        """Return this rank's group along the data axes, whose ranks get different data."""
         return self.data_axes.group
 
     @property
@@ -139,11 +139,11 @@ class Engine:
         return resolve_sizes(self.name, self._sizes, self.strategy.num_processes, self.strategy.num_nodes)
 
     def check_devices(self) -> None:
-        """Raise if the sizes do not fit the number of devices, before any process is launched."""
+        """Raise if the options do not fit the number of devices, before any process is launched."""
         check_world_size(self.strategy.num_processes * self.strategy.num_nodes)
         sizes = self.sizes_of_mesh()
         if sizes is not None and self.options.optimizer_in_backward == "rows":
-            check_rows_without_replicas(self.name, sizes)
+            check_rows_on_one_data_rank(self.name, sizes)
 
     def check_offload_device(self, what: str, is_on: bool) -> None:
         """Raise ValueError if activations are to be moved to the CPU, where the model is already."""
@@ -161,7 +161,7 @@ class Engine:
         self.first_gradients.restart()
 
     def end_run(self) -> None:
-        """Remove the hooks that tag memory, step and average; the model, its mesh and its groups stay usable."""
+        """Remove the hooks that tag memory, step in the backward and average; model, mesh and groups stay usable."""
         self.memory_watch.end()
         self.in_backward.stop()
         if self._data_axes is not None:
@@ -170,7 +170,7 @@ class Engine:
     # ---- equal values on all ranks -------------------------------------------------------------------------
 
     def broadcast_random_state(self) -> None:
-        """Make the ranks that see the same data draw the same random numbers; collective."""
+        """Make the ranks that get the same data draw the same random numbers; collective."""
         broadcast_random_state(self.tensor_parallel_group, self.device)
         if self.options.has_stages:
             broadcast_random_state(self.stages.group, self.device)
@@ -206,7 +206,7 @@ class Engine:
     # ---- optimizers ----------------------------------------------------------------------------------------
 
     def add_optimizer(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
-        """Make an optimizer step the sharded parameters, with fused kernels, on averaged gradients."""
+        """Adapt an optimizer to sharded parameters and averaged gradients; fuse it if the options say so."""
         self.replacements.update_optimizer(optimizer)
         self._fuse_optimizer(optimizer, module)
         self.data_axes.add_optimizer(optimizer)
@@ -224,7 +224,7 @@ class Engine:
             self.console.log(f"weft leaves {name} as it is: {why_not}.")
         elif not was_fused:
             self.console.log(
-                f"weft has {name} use its fused kernels, without temporaries; fused_optimizers=False prevents it."
+                f"weft makes {name} use its fused kernels, without temporaries; fused_optimizers=False prevents it."
             )
 
     @contextmanager
@@ -238,6 +238,6 @@ class Engine:
             yield
 
     def average_gradients_of(self, module: torch.nn.Module) -> None:
-        """Average a module's gradients in backwards, unless its optimizer steps in them."""
+        """Average a module's gradients in each later backward, unless the optimizer steps inside the backward."""
         if self.plan is not None and not self.options.optimizer_in_backward:
             self.data_axes.average_gradients_of(module)

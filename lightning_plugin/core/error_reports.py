@@ -1,13 +1,14 @@
-"""Prints the traceback of an error that several ranks raise only once, not once per rank.
+"""Prints the traceback of an error once, even if several ranks raise the error.
 
 The ranks of a host that write to one stderr share a log of the errors that have been printed: an unnamed file, which
-one rank makes and the others open through /proc. A rank that fails locks the log (a *turn*), looks for its error, and
-prints either one line that names the rank with the same error, or the traceback, which it then adds to the log. The
-kernel releases the lock of a rank that dies in its turn; the next rank finds no entry and prints. A rank that gets no
-turn within TURN_SECONDS, that has no log, or whose stderr is another file prints its traceback.
+one rank makes and the others open through /proc. A rank that fails locks the log (its *turn*) and looks for its error.
+It prints one line that names the rank with the same error or, if there is none, prints the traceback and adds an entry
+for the error to the log. The kernel releases the lock of a rank that dies in its turn; the next rank finds no entry and
+prints. A rank that gets no turn within TURN_SECONDS, that has no log, or whose stderr is another file prints its
+traceback.
 
-Errors are the same if their types, texts (apart from addresses), causes and frames are. Lightning's frames do not
-count: rank 0 goes through the launcher and the others do not.
+Errors are the same if their types, texts (apart from addresses), causes and frames are. The frames of Lightning and of
+weft's launcher do not count, because only rank 0 goes through the launcher.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# Below the guard's grace periods, after which a rank that waits for its turn would be killed without printing.
+# Below the grace periods of process_guard.py, after which a rank that still waits for its turn is killed.
 TURN_SECONDS = 1.0
 _POLL_SECONDS = 0.005
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
@@ -92,11 +93,11 @@ class ErrorReports:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Hold the lock of the log inside. Raises TimeoutError without it."""
+        """Hold the lock of the log inside; raises TimeoutError if it is not free within TURN_SECONDS."""
         deadline = time.monotonic() + TURN_SECONDS
         while True:
             try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the processes that this one forks do not hold it
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # processes forked from this one do not hold it
                 break
             except (BlockingIOError, PermissionError):  # POSIX allows either
                 if time.monotonic() >= deadline:

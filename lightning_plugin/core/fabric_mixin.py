@@ -1,4 +1,4 @@
-"""The mixin of WeftModelParallelStrategy for Fabric; `factory.py` adds the base class."""
+"""The mixin of WeftModelParallelStrategy for Fabric; `factory.py` adds the base class, the stock strategy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _WithoutSync:
 
 
 class FabricMixin(StrategyMixin, StockFabricStrategy):
-    """Tensor parallelism by plan, and sharded or replicated data parallelism, for Fabric.
+    """Tensor parallelism by plan, sharded or replicated data parallelism, and pipeline parallelism, for Fabric.
 
     A drop-in for Fabric's ModelParallelStrategy.
     """
@@ -71,7 +71,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         self._modules: list[Module] = []
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """As the stock one; with a plan, parameters that would be empty are deferred instead (see `empty_init`)."""
+        """As the stock one, but with a plan `empty_init` defers parameters instead (see `Options.empty_init`)."""
         if not empty_init or self.plan is None or not self._engine.options.empty_init:
             return super().module_init_context(empty_init)
         stack = ExitStack()
@@ -88,15 +88,18 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """See StrategyMixin; None with one data replica, so that Fabric keeps the loader's sampler."""
+        """See StrategyMixin; None for one data-parallel rank, so that Fabric keeps the loader's sampler."""
         return None if self.data_axes.size == 1 else super().distributed_sampler_kwargs
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """See StrategyMixin; collective. Loops compare ranks at each batch unless lengths are known and equal."""
-        return self._loaders.compared(super().process_dataloader(without_lockstep(dataloader)), self._modules)
+        """See StrategyMixin; collective. Unless lengths are known and equal, ranks are compared before each batch."""
+        return self._loaders.with_length_check(super().process_dataloader(without_lockstep(dataloader)), self._modules)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As the stock one, by default over the data axes: each replica counts once; one replica returns `tensor`."""
+        """As the stock one, by default over the data axes, so ranks with the same data count once.
+
+        A single data-parallel rank returns `tensor` itself.
+        """
         if group is None and self.data_group.size() == 1:
             return tensor
         return super().all_reduce(tensor, group or self.data_group, reduce_op)
@@ -169,7 +172,10 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         self._engine.check_batch("training" if module.training else "evaluation", args)
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward and average gradients; after the first, check that those of replicated parameters agree."""
+        """Run the backward and average gradients.
+
+        After the first backward, check that replicated parameters have equal gradients on all ranks.
+        """
         if isinstance(tensor, DTensor):
             raise ValueError(
                 f"fabric.backward got a DTensor with the placements {tensor.placements} and expects a plain tensor; "
@@ -205,7 +211,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
     def pipeline_evaluate(
         self, batch: Any, step: Callable[[Any, Any], Any], *, split: Callable[[Any, int], Sequence[Any]] | None = None
     ) -> list[Any]:
-        """Run forwards only; return `step(model, micro_batch)` for each micro-batch, [] off the last stage."""
+        """Run forwards only; return `step(model, micro_batch)` for each micro-batch; [] except on the last stage."""
         return fabric_pipeline.evaluate_batch(self._engine, batch, step, split)
 
     # ---- checkpoints: as the stock strategy's, but optimizers need not step before they are saved or loaded --

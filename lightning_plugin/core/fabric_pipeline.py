@@ -1,4 +1,4 @@
-"""Trains and evaluates a pipeline under Fabric, whose user calls it for each batch."""
+"""Implements `pipeline_step` and `pipeline_evaluate`, which the user's code calls for each batch under Fabric."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def train_batch(engine: Engine, batch: Any, loss_fn: Callable[[Any, Any], Tensor], **arguments: Any) -> Tensor:
-    """Run forward and backward of one batch; return its loss. `arguments`: for `Pipeline.step`; None: left out."""
+    """Run forward and backward of one batch; return its loss. `arguments`: of `Pipeline.step`, unless None."""
     stages, pipeline = engine.stages, engine.stages.existing_pipeline()
     stages.check_no_scaler()
     stages.check_batch("training", batch)
@@ -31,7 +31,7 @@ def evaluate_batch(
     step: Callable[[Any, Any], Any],
     split: Callable[[Any, int], Sequence[Any]] | None,
 ) -> list[Any]:
-    """Run forwards only; return the results of `step` for each micro-batch, [] off the last stage."""
+    """Run forwards only; return the result of `step` for each micro-batch; [] except on the last stage."""
     engine.stages.check_batch("evaluation", batch)
     pipeline = engine.stages.existing_pipeline()
     model = _PrecisionWrapper(engine.precision, pipeline.model)

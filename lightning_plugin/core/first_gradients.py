@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class FirstGradients:
-    """The comparison of one strategy, once a run."""
+    """Compares the gradients of one strategy's modules, once in each run."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -23,7 +23,7 @@ class FirstGradients:
         self._is_checked = False
 
     def record(self, parameter: Tensor) -> None:
-        """Record a complete gradient that is freed before `check`, if it is to be compared."""
+        """Record the fingerprint of a complete gradient that is freed before `check`, if `check` is to compare it."""
         from weft.strategy import gradient_fingerprint
 
         is_replicated = any(placement.is_replicate() for placement in getattr(parameter, "placements", ()))

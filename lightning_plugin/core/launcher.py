@@ -23,7 +23,8 @@ class GuardedLauncherMixin:
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks if this launcher does so, then call `function` in this process."""
         self.check_before_launch()
-        # The kernel's parent-death signal fires when the *thread* that started a child ends.
+        # Children that read this variable end with their parent: the kernel signals them when the *thread* that started
+        # them ends. Only the main thread lives as long as the process.
         if threading.current_thread() is threading.main_thread():
             os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
         reports = ErrorReports.create()
@@ -49,9 +50,9 @@ def _remove_variables() -> None:
 
 
 def guarded(launcher: Any, check_before_launch: Callable[[], None]) -> Any:
-    """Return a new launcher like `launcher`, of its class with GuardedLauncherMixin in front; a guarded one itself.
+    """Return a new launcher like `launcher`, with GuardedLauncherMixin; or `launcher` itself, if it is guarded already.
 
-    The class is not a public name of Lightning, so it is taken from the instance that the stock strategy made.
+    Launchers' classes are not public names of Lightning, so the class is taken from the instance.
     """
     if isinstance(launcher, GuardedLauncherMixin):
         return launcher

@@ -4,8 +4,8 @@ The ranks of a tensor-parallel group and the stages of a pipeline have equal dat
 with different data ranks get different batches, and need the same number only if they exchange tensors in every batch.
 
 Lengths are compared when a loader is set up; if those of training loaders differ, the resulting numbers of batches are
-compared at the next training step. Loops over loaders whose lengths are unknown or unreliable compare before each
-batch whether all ranks have another one (`LockstepLoader`).
+compared at the next training step. Loops over loaders whose lengths are unknown or unreliable or, under Fabric, differ
+compare before each batch whether all ranks have another one (`LockstepLoader`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Loaders:
 class FabricLoaders(Loaders):
     """The loaders of `fabric.setup_dataloaders`; the user's code loops over them."""
 
-    def compared(self, dataloader: Any, modules: Sequence[Module]) -> Any:
+    def with_length_check(self, dataloader: Any, modules: Sequence[Module]) -> Any:
         """Return a loader whose loops compare ranks before each batch unless lengths are known and equal; collective.
 
         modules: the strategy's list, to which modules set up later are appended. Data-parallel ranks must run equally
@@ -118,13 +118,13 @@ class TrainerLoaders(Loaders):
             # Every rank gets all the data. Lightning's distributed sampler would shuffle any training data.
             trainer._accelerator_connector.use_distributed_sampler = False
 
-    def compared(self, dataloader: Any) -> Any:
+    def with_length_check(self, dataloader: Any) -> Any:
         """Return the loader, or a LockstepLoader if a rank's length is unknown or unreliable; collective.
 
         Raises:
             ValueError: on all ranks, if ranks that must run equally many batches have different numbers of them. For
-                training: if some ranks' loaders have no length or no batches, and others' do; see
-                `begin_training_step` for other differences.
+                training: only if some ranks' loaders have a length and others none, or some have batches and others
+                none; `begin_training_step` compares the numbers.
         """
         trainer = self._strategy.lightning_module.trainer
         if trainer.training:
@@ -139,13 +139,15 @@ class TrainerLoaders(Loaders):
         loader_name, advice = f"the {loop} loader", _advice(limit_name)
 
         def key(numbers: tuple[int, ...]) -> Any:
+            length, limited, _ = numbers
             # The number of training batches depends on all training loaders and on max_steps.
-            return numbers[1] if loop != "training" else (numbers[0] == UNKNOWN, numbers[0] == 0)
+            return limited if loop != "training" else (length == UNKNOWN, length == 0)
 
         check_equal_states(states, exchanged, describe_length, loader_name, advice, key)
+        lengths, _, are_reliable = zip(*(s.numbers for s in states), strict=True)
         if loop == "training":
-            self._training_lengths_differ |= len({s.numbers[0] for s in states}) > 1
-        if all(s.numbers[2] for s in states):
+            self._training_lengths_differ |= len(set(lengths)) > 1
+        if all(are_reliable):
             return dataloader
         return in_lockstep(dataloader, lambda: partial(self._check_next_batch, loop, loader_name, advice))
 
@@ -188,7 +190,7 @@ class TrainerLoaders(Loaders):
             describe_length,
             "the training loader",
             _advice("limit_train_batches"),
-            key=lambda numbers: numbers[1:],
+            key=lambda numbers: numbers[1:],  # the first one, num_batches, is only for the error
         )
 
     def _log_order(self, dataloader: Any) -> None:
@@ -226,7 +228,7 @@ def _advice(limit_name: str) -> str:
 
 
 def _batches_before_max_steps(trainer: Any) -> int | None:
-    """Return the batches of this epoch after which max_steps ends the run; None: unknown with manual optimization."""
+    """Return the number of batches of this epoch until max_steps; None: unknown, with manual optimization."""
     if trainer.max_steps == -1:
         return _NO_LIMIT
     if not trainer.lightning_module.automatic_optimization:

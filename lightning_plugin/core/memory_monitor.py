@@ -25,8 +25,8 @@ class MemoryMixin:
     counted only with WEFT_MEMORY=1.
 
     Args:
-        every_n_steps: the steps between two logs, beside the one at the end of training; None: at the end of each
-            epoch.
+        every_n_steps: the steps between two logs; the end of training is logged, too. None: the end of each epoch is
+            logged.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -40,7 +40,7 @@ class MemoryMixin:
         self._step = self._reported_step = -1
 
     def table(self) -> list[dict[str, int]]:
-        """Return a row for each rank: "rank" and the logged values of this rank in bytes, without the prefix "memory/".
+        """Return a row for each rank: "rank" and the values logged for it, in bytes, without the prefix "memory/".
 
         The rows are those of the last log, and the same on all ranks.
 

@@ -1,4 +1,4 @@
-"""Shards a module for one strategy, in the order of the steps: stages, layers, checkpoints, data axes."""
+"""Shards a module for one strategy, in this order: stages, layers, activation checkpoints, data axes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 _LARGE_BYTES = 10**6
 
 
-def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None], **calls: Any) -> bool:
+def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None], **shard_options: Any) -> bool:
     """Make the ranks' values equal, then shard; return whether some tensors have no values yet (meta tensors).
 
     Args:
         engine: after `begin_run`.
         module: the user's, built.
         divide: cuts the module into stages; called only with pipeline_cuts.
-        calls: `entry_points` and `root_is_unit` of `DataAxes.shard`.
+        shard_options: `entry_points` and `root_is_unit` of `DataAxes.shard`.
     """
     synchronize_metrics_over(engine.data_group, module)
     engine.broadcast_values(module)
@@ -39,7 +39,7 @@ def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None],
         _shard_layers(engine, module)
     _checkpoint_activations(engine, module)
     if engine.plan is not None:
-        _shard_over_data_axes(engine, module, **calls)
+        _shard_over_data_axes(engine, module, **shard_options)
         engine.start_summary.log(module)
     return has_meta
 
@@ -48,7 +48,7 @@ def _store_rehearsal(engine: Engine, module: Module) -> None:
     from weft.strategy.verification.evidence import store_rehearsal
 
     if engine.plan is not None and engine.tensor_parallel_group.size() > 1:
-        # Before the division into stages, after which no rank can call the full model with the example.
+        # The plan's verification calls the full model, which no rank can do after the division into stages.
         store_rehearsal(module, engine.plan.example)
 
 
@@ -60,10 +60,10 @@ def _shard_layers(engine: Engine, module: Module) -> None:
     parallelize(module, engine.mesh, engine.plan, keeps_plain_on_one_rank=stays_plain)
 
 
-def _shard_over_data_axes(engine: Engine, module: Module, **calls: Any) -> None:
+def _shard_over_data_axes(engine: Engine, module: Module, **shard_options: Any) -> None:
     policy = mixed_precision_policy(str(engine.precision.precision))
     if engine.pipeline is None:
-        engine.data_axes.shard(module, policy, **calls)
+        engine.data_axes.shard(module, policy, **shard_options)
     elif engine.data_axes.shards_parameters and not engine.pipeline.is_fully_sharded:
         engine.pipeline.fully_shard(engine.data_axes.sharding_mesh, mp_policy=policy)
 

@@ -1,7 +1,7 @@
 """Saves and loads optimizer state by parameter name, without a step of the optimizer.
 
 torch's `get_optimizer_state_dict` runs `optimizer.step()` on an optimizer that has no state yet, and Lightning's
-loading fails on a checkpoint without any (SGD without momentum; anything saved before the first step).
+loading fails on a checkpoint without state (SGD without momentum; anything saved before the first step).
 
 The format is torch's: {"state": {parameter name: {"exp_avg": Tensor, ...}}, "param_groups": [{"params": [names],
 "lr": ..., ...}]}. State of a parameter that is a DTensor is either a DTensor of the same global shape and placements
@@ -63,7 +63,7 @@ def unwrapped(name: str) -> str:
 
 
 def merge_parameter_groups(state: dict[str, Any], pipeline_group: dist.ProcessGroup) -> None:
-    """Extend the parameter groups of a named state, in place, to the parameters of all stages; collective."""
+    """Extend the groups of a state keyed by parameter names, in place, to the parameters of all stages; collective."""
     local_groups = [group["params"] for group in state["param_groups"]]
     groups_of_stages: list[Any] = [None] * pipeline_group.size()
     dist.all_gather_object(groups_of_stages, local_groups, group=pipeline_group)
@@ -252,14 +252,17 @@ def load_sharded_state(folder: Path, key: str, module: torch.nn.Module, optimize
     state: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     for flat_key, entry in metadata.state_dict_metadata.items():
-        path = metadata.planner_data[flat_key]
-        if path[:2] == (key, "state") and len(path) == 4 and path[2] in parameter_of_name:
-            state.setdefault(path[2], {})[path[3]] = _empty_like_saved(path[3], entry, parameter_of_name[path[2]])
-        elif path[:2] == (key, "param_groups") and len(path) == 4:
-            groups.setdefault(path[2], {})[path[3]] = _empty_like_saved(path[3], entry, None)
-    read = {key: {"state": state, "param_groups": [groups[idx] for idx in sorted(groups)]}}
-    dcp.load(read, checkpoint_id=folder)
-    load_state(module, optimizer, read[key])
+        path = metadata.planner_data[flat_key]  # such as (key, "state", "layer.weight", "exp_avg")
+        if path[0] != key or len(path) != 4:
+            continue
+        _, kind, owner, name = path  # the owner is a parameter's name or a group's index
+        if kind == "state" and owner in parameter_of_name:
+            state.setdefault(owner, {})[name] = _empty_like_saved(name, entry, parameter_of_name[owner])
+        elif kind == "param_groups":
+            groups.setdefault(owner, {})[name] = _empty_like_saved(name, entry, None)
+    target = {key: {"state": state, "param_groups": [groups[idx] for idx in sorted(groups)]}}
+    dcp.load(target, checkpoint_id=folder)
+    load_state(module, optimizer, target[key])
 
 
 def _empty_like_saved(name: str, entry: Any, parameter: Tensor | None) -> Any:

@@ -55,8 +55,8 @@ class StockOptions:
             most those of one host. As in ModelParallelStrategy under the same condition.
         save_distributed_checkpoint: True: checkpoints are directories to which each rank writes its shards; False: one
             file, assembled on rank 0, that any Trainer loads.
-        process_group_backend: as in ModelParallelStrategy; None on CPUs: "cpu:weft", on one host or several. "gloo" is
-            the alternative there.
+        process_group_backend: as in ModelParallelStrategy, but None means "cpu:weft" on CPUs, on one host or several
+            (alternative: "gloo"), and "cpu:weft,cuda:nccl" for a pipeline on CUDA devices.
         timeout: as in ModelParallelStrategy.
     """
 
@@ -73,13 +73,14 @@ class Options:
 
     Attributes:
         plan: a plan as `weft.parallelize` takes it, applied to the parameters that are not DTensors yet. The Trainer
-            needs no `configure_model` then, and calls it first if it is overridden. None: the stock behaviour, in which
-            the user's code does all the sharding.
+            needs no `configure_model` then, and calls it first if it is overridden. None: as in
+            ModelParallelStrategy, the user's code does all the sharding.
         check_batches: the number of first batches of each loop (training, validation, ...) that are compared between
             the ranks of a tensor-parallel group and between the stages of a pipeline. The first batch of each training
-            epoch and the lengths of loaders are compared as well, unless this and check_batches_every are 0.
+            epoch (under Fabric: of each loop over a loader) and the lengths of loaders are compared as well, unless
+            check_batches and check_batches_every are 0.
         check_batches_every: compare every N-th batch as well; 0: no others.
-        fused_optimizers: make Adam, AdamW, SGD and Adagrad use their fused kernels, which need no temporaries, unless
+        fused_optimizers: make Adam, AdamW, SGD and, on CPUs, Adagrad use fused kernels without temporaries, unless
             `foreach` or `fused` was set; changes are logged. False: change no optimizer.
         empty_init: with a plan, parameters that `configure_model` creates, or code in `init_module(empty_init=True)`,
             are deferred: applying the plan materializes only the shards of each rank, with the values of an unsharded
@@ -104,14 +105,15 @@ class Options:
         sequence_parallel: with a plan, also shard the tokens over the tensor-parallel ranks between the layers that are
             sharded by features: in norms, residual sums and dropout, and in their saved activations.
         pipeline_cuts: the names of the first module of each stage but the first, in the divided module or in the
-            LightningModule; or "auto", see `weft.strategy.pipeline.AutoCuts`. The Trainer runs the steps once for each
-            micro-batch, on every stage up to the call of the divided module, and combines their logs and results;
-            under Fabric, `pipeline_step` trains the model. None: no pipeline.
+            LightningModule; or "auto", see `weft.strategy.pipeline.AutoCuts`. The Trainer runs `training_step` and the
+            other steps once for each micro-batch (code before the call of the divided module on every stage, code after
+            it on the last stage), and combines logs and results; under Fabric, `pipeline_step` trains the model. None:
+            no pipeline.
         pipeline_module: the name of the divided module, such as "model"; all modules beside it are on the last
             stage. "": the LightningModule itself, whose steps call self(...). None: the child that contains the cuts,
             else "".
-        pipeline_parallel_size: the number of ranks of a pipeline, each with one stage or, with more cuts, several; in a
-            layout "pp2,dp2,tp2".
+        pipeline_parallel_size: the number of ranks of a pipeline, each with one stage or, with more cuts, several; in
+            `layout` the size "pp", as in "pp2,dp2,tp2".
         pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
             `weft.strategy.pipeline.Schedule`.
         num_micro_batches: micro-batches per batch; None: the number of a `Schedule`, else twice the pipeline's ranks.
@@ -120,10 +122,10 @@ class Options:
         split_batch: a function that splits a batch into a number of micro-batches; None: along dim 0 of the tensors.
         micro_batch_weight: a function that returns the weight of a micro-batch in the loss and in logged values; None:
             its number of samples.
-        verify: "auto": layers that the plan itself shards by heads are first compared with the unsharded module, and
-            gathered if they differ; "always": column and row rules are compared as well, and raise if they differ;
-            "never": no comparison. The model is called with `example_input_array`, or with inputs that follow from its
-            first layer. None: the plan's own setting.
+        verify: "auto": layers that "auto", "huggingface" or the style `attention` would shard by heads are first
+            compared with the unsharded module, and their activations are gathered if results differ; a difference under
+            explicit column and row rules is a warning. "always": this difference, or a layer that cannot be compared,
+            raises ValueError. "never": no comparison. None: the plan's setting. See `weft.strategy.Plan`.
     """
 
     plan: Any = None
@@ -151,8 +153,8 @@ class Options:
     @property
     def is_stock(self) -> bool:
         """Return whether sizes have the same meaning as in ModelParallelStrategy."""
-        sizes_are = self.layout is None and self.data_replicate_size == 1 and self.pipeline_parallel_size == 1
-        return self.plan is None and self.zero_stage is None and sizes_are and self.pipeline_cuts is None
+        are_sizes_stock = self.layout is None and self.data_replicate_size == 1 and self.pipeline_parallel_size == 1
+        return self.plan is None and self.zero_stage is None and are_sizes_stock and self.pipeline_cuts is None
 
     @property
     def needs_plan(self) -> bool:
@@ -254,7 +256,7 @@ class Options:
         from weft.strategy.pipeline.auto_cuts import num_stages_of
 
         if not isinstance(self.pipeline_schedule, Schedule) and self.pipeline_schedule not in SCHEDULES:
-            return  # the next check raises
+            return  # _validate_schedule raises
         try:
             num_stages = num_stages_of(auto, self.pipeline_schedule, sizes.pipeline_parallel)
         except ValueError as error:
@@ -280,7 +282,7 @@ class Options:
             )
         if self.micro_batch_shares is not None and self.split_batch is not None:
             raise ValueError(
-                f"{owner} got micro_batch_shares and split_batch, which cuts in sizes of its own; leave one out."
+                f"{owner} got micro_batch_shares and split_batch, which sets the sizes itself; leave one out."
             )
         try:
             shares_of(schedule, self.num_micro_batches, self.micro_batch_shares, sizes.pipeline_parallel)
@@ -310,13 +312,13 @@ class Options:
             raise ValueError(f"{owner}: {error}") from None
 
 
-def check_rows_without_replicas(owner: str, sizes: MeshSizes) -> None:
-    """Raise ValueError for optimizer_in_backward="rows" with several data ranks, which reduce full gradients."""
+def check_rows_on_one_data_rank(owner: str, sizes: MeshSizes) -> None:
+    """Raise ValueError for optimizer_in_backward="rows" with several data ranks, which average full gradients."""
     num_data = sizes.data_replicate * sizes.data_parallel
     if num_data > 1:
         raise ValueError(
             f"{owner} got optimizer_in_backward='rows' with {num_data} data-parallel ranks, over which full gradients "
-            "are summed; pass True, or tensor-parallel ranks alone."
+            "are averaged; pass True, or tensor-parallel ranks alone."
         )
 
 
@@ -324,7 +326,7 @@ def resolve_sizes(owner: str, sizes: Sizes, num_processes: int, num_nodes: int) 
     """Return the mesh's sizes for `num_processes` processes on each of `num_nodes` hosts.
 
     Raises:
-        RuntimeError: the sizes do not fit. The stock strategy raises the same type, but after launching processes.
+        RuntimeError: the sizes do not fit. ModelParallelStrategy raises the same type, but after launching.
     """
     num_ranks = num_processes * num_nodes
     try:

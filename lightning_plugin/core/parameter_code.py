@@ -1,8 +1,9 @@
 """Runs user code that computes with parameters outside of a forward: steps, and the hooks around gradients.
 
 On one device such code reads `self.parameters()` as plain tensors: a penalty on weights, a norm for the log. Here it
-runs inside `weft.strategy.local_parameters`, which gives the same values. In a model in stages a rank has only the
-parameters of its own stages, so asking for all of them raises ValueError in a step, and warns in a gradient hook.
+runs inside `weft.strategy.local_parameters`, which gives the same values. If the model is divided into stages, a rank
+has only the parameters of its own stages: `parameters()` of an incomplete module raises ValueError in a step, and warns
+in a gradient hook.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ CALL_GRADIENT_HOOKS = ("post_backward", "_after_closure")
 def run_step(step: Callable[..., Any], module: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
     """Run one of the module's steps; `module`: the module with stages, whose `parameters()` raise inside, or None."""
     from weft.strategy import local_parameters
-    from weft.strategy.modules.sharded_errors import explained
+    from weft.strategy.modules.sharded_errors import explaining_errors
     from weft.strategy.modules.vocab_head import materialize_logits
 
-    with explained(), local_parameters(), _watching_parameters(module, _raise_incomplete):
+    with explaining_errors(), local_parameters(), _watching_parameters(module, _raise_incomplete):
         return materialize_logits(step(*args, **kwargs))
 
 
-def computing_with_parameters(method: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
-    """Return a method that runs in the same context as the module's steps.
+def with_local_parameters(method: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
+    """Return `method` wrapped in `local_parameters`, as the module's steps are.
 
     module: the module with stages, whose `parameters()` warn inside, or None.
     """
@@ -47,20 +48,20 @@ def computing_with_parameters(method: Callable[..., Any], module: nn.Module | No
 
 def _raise_incomplete(name: str) -> None:
     raise ValueError(
-        f"a step asked for the parameters of {_shown(name)}, and with pipeline_cuts a rank has only those of its own "
-        "stages; use the optimizer's weight_decay instead of a penalty, or a layout without 'pp'."
+        f"a step asked for the parameters of {_module_text(name)}, and with pipeline_cuts a rank has only those of "
+        "its own stages; use the optimizer's weight_decay instead of a penalty, or a layout without 'pp'."
     )
 
 
 def _warn(name: str) -> None:
     warnings.warn(
-        f"weft: a hook around gradients asked for the parameters of {_shown(name)}, and with pipeline_cuts it gets "
-        "only those of this rank's own stages; gradient_clip_val logs the norm of all gradients as gradient_norm.",
+        f"weft: a hook around gradients asked for the parameters of {_module_text(name)}, and with pipeline_cuts it "
+        "gets only those of this rank's own stages; gradient_clip_val logs the norm of all gradients as gradient_norm.",
         stacklevel=4,
     )
 
 
-def _shown(name: str) -> str:
+def _module_text(name: str) -> str:
     return repr(name) if name else "the module"
 
 

@@ -24,7 +24,7 @@ class ParameterReplacements:
                 self._new[old] = new
 
     def update_optimizer(self, optimizer: Optimizer) -> None:
-        """Make an optimizer step the modules' current parameters, with the options of its groups.
+        """Replace an optimizer's parameters by the modules' current ones; its groups keep their options.
 
         Raises:
             RuntimeError: it has stepped already, so that its state has the sizes of the original parameters.

@@ -1,4 +1,7 @@
-"""Finds the module of a LightningModule that is divided into stages, and the cuts by their names in this module."""
+"""Finds which module of a LightningModule is to be divided into stages, and the names of the cuts inside that module.
+
+A cut is the name of the first module of a stage; the first stage needs none.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def find_target(
 
     Cuts are names in the divided module, or in the LightningModule. Without `given`, the module is the child that
     has a forward of its own and contains all cuts. It is the LightningModule itself if no child contains them, or if
-    its own forward can call layers that are registered before that child. If weft chooses the cuts, the module needs
-    at least `num_stages` layers.
+    the LightningModule's forward can call layers that are registered before that child. If weft chooses the cuts, the
+    module needs at least `num_stages` layers.
 
     Args:
         owner: the name of the strategy, for errors.
@@ -37,14 +40,14 @@ def find_target(
         num_stages: the number of stages, if weft chooses the cuts.
 
     Raises:
-        ValueError: an unknown module or cut, or several modules contain all cuts.
+        ValueError: an unknown module or cut, or no module or several modules contain all cuts.
     """
     from weft.strategy.pipeline import find_staged
 
     if given is None and (found := find_staged(module)) is not None:  # an earlier run has cut it
         given = found[0]
     if given is None:
-        given = _inferred(owner, module, cuts, num_stages)
+        given = _infer_name(owner, module, cuts, num_stages)
     try:
         inner = module.get_submodule(given)
     except AttributeError:
@@ -63,32 +66,32 @@ def find_target(
     from weft.strategy.pipeline.stages import check_names
 
     names = _names(inner)
-    relative = tuple(_relative(given, cut, names) for cut in cuts)
+    relative = tuple(_name_inside(given, cut, names) for cut in cuts)
     check_names(names, relative)
     return PipelineTarget(given, relative)
 
 
-def _inferred(owner: str, module: Any, cuts: Sequence[str] | None, num_stages: int) -> str:
+def _infer_name(owner: str, module: Any, cuts: Sequence[str] | None, num_stages: int) -> str:
     """Return the name of the module to cut; raises ValueError if none, or several, are possible."""
     children = dict(_callable_children(module))
     if cuts:
-        holders = [name for name, child in children.items() if _holds(name, cuts, _names(child))]
-        is_holder = _is_network(module) and set(cuts) <= set(_names(module))
-        has_prefix = len(holders) == 1 and all(cut.startswith(f"{holders[0]}.") for cut in cuts)
+        holders = [name for name, child in children.items() if _contains_all(name, cuts, _names(child))]
+        module_contains_all = _is_network(module) and set(cuts) <= set(_names(module))
+        cuts_have_prefix = len(holders) == 1 and all(cut.startswith(f"{holders[0]}.") for cut in cuts)
     else:
         from weft.strategy.pipeline.choose import candidates
 
         holders = [name for name, child in children.items() if len(candidates(child)) >= max(num_stages, 1)]
         if not holders and len(children) == 1:  # with too few layers: `choose_cuts` raises the error
             holders = list(children)
-        is_holder, has_prefix = _is_network(module), True
-    if len(holders) == 1 and not is_holder:
+        module_contains_all, cuts_have_prefix = _is_network(module), True
+    if len(holders) == 1 and not module_contains_all:
         return holders[0]
-    if len(holders) == 1 and has_prefix:
+    if len(holders) == 1 and cuts_have_prefix:
         return "" if _has_layers_before(module, holders[0]) else holders[0]
-    if is_holder and (not holders or not cuts):
+    if module_contains_all and (not holders or not cuts):
         return ""
-    raise ValueError(_why_not_inferred(owner, module, cuts, [""] * is_holder + holders))
+    raise ValueError(_why_not_inferred(owner, module, cuts, [""] * module_contains_all + holders))
 
 
 def _why_not_inferred(owner: str, module: Any, cuts: Sequence[str] | None, holders: list[str]) -> str:
@@ -116,17 +119,14 @@ def _why_not_inferred(owner: str, module: Any, cuts: Sequence[str] | None, holde
     )
 
 
-def _relative(name: str, cut: str, names: Collection[str]) -> str:
-    """Return a cut as a name in the module `name`, given as such a name or with that prefix.
-
-    `names`: those of all modules in that module.
-    """
+def _name_inside(name: str, cut: str, names: Collection[str]) -> str:
+    """Return `cut` as one of the `names` inside the module `name`: without the prefix `name.`, if it has it."""
     return cut if cut in names or not name else cut.removeprefix(f"{name}.")
 
 
-def _holds(name: str, cuts: Sequence[str], names: Collection[str]) -> bool:
-    """Return whether the module `name`, in which modules have these `names`, contains all cuts."""
-    return all(cut and _relative(name, cut, names) in names for cut in cuts)
+def _contains_all(name: str, cuts: Sequence[str], names: Collection[str]) -> bool:
+    """Return whether the module `name` contains all cuts; `names`: of the modules inside it."""
+    return all(cut and _name_inside(name, cut, names) in names for cut in cuts)
 
 
 def _names(module: nn.Module) -> list[str]:

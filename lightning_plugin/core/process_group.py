@@ -21,7 +21,7 @@ def check_world_size(num_processes: int) -> None:
 
 @contextmanager
 def destroying_group_at_exit() -> Iterator[None]:
-    """Destroy the default group at exit if it is created inside; an earlier group belongs to the code that made it."""
+    """If the default group is created inside, destroy it at interpreter exit; leave an existing group alone."""
     existed = dist.is_initialized()
     yield
     guard().take_excepthook()

@@ -8,11 +8,11 @@ A rank blocked in a collective runs no Python in its main thread, so neither sig
 exceptions reach it. The guard uses means that still work then: a daemon thread (collectives release the GIL), the
 wake-up pipe that CPython's C-level signal handler writes to, and the kernel's parent-death signal.
 
-    rank 0 is killed          -> the kernel kills the children (PR_SET_PDEATHSIG); off Linux their guard does
-    a child dies              -> the guard of rank 0 ends the tree after CHILD_GRACE_SECONDS
-    SIGINT or SIGTERM         -> Python's handlers first; after SIGNAL_GRACE_SECONDS the guard ends the tree
-    an exception on rank 0    -> the traceback, then the children are ended at exit
-    an exception on a child   -> the child exits without waiting for other ranks: see "a child dies"
+    rank 0 is killed           -> the kernel kills the children (PR_SET_PDEATHSIG); off Linux their own guards end them
+    a child dies               -> the guard of rank 0 ends the tree after CHILD_GRACE_SECONDS
+    SIGINT or SIGTERM in a run -> Python's handlers first; after SIGNAL_GRACE_SECONDS the guard ends the tree
+    an exception on rank 0     -> the traceback, then the children are ended at exit
+    an exception on a child    -> the child exits without waiting for other ranks: see "a child dies"
 
 Ranks that raise the same error print one traceback: see `error_reports.py`.
 """
@@ -100,7 +100,7 @@ class ProcessGuard:
         self._failed = failed
 
     def print_errors_once(self, reports: ErrorReports | None) -> None:
-        """From now on, print one line for an error that another rank of `reports` has printed; None: a traceback."""
+        """From now on, print one line for an error that a rank of `reports` has printed; None: always the traceback."""
         self._reports = reports
 
     def take_excepthook(self) -> None:
@@ -144,7 +144,7 @@ class ProcessGuard:
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = True
-        # Each hook below this one may call it again for the hook that was installed before.
+        # A hook that was installed over this one may call it back: the next older hook runs then.
         is_outermost = self._excepthook_depth == 0
         hook = self._excepthooks[max(0, len(self._excepthooks) - 1 - self._excepthook_depth)]
         self._excepthook_depth += 1
@@ -162,8 +162,8 @@ class ProcessGuard:
         if self._failed:
             self._ending = True
             self._kill_children(after=CHILDREN_EXIT_SECONDS)
-            # Destroying the group joins threads that may wait for ranks that have exited; so may code that runs
-            # after the exit handlers, and after the interpreter.
+            # Destroying the group would join threads that may wait for ranks that have exited. Code that runs after
+            # this handler may wait for them, too.
             from weft._collectives import exit_after
 
             exit_after(timedelta(seconds=FAILED_EXIT_SECONDS), self._status)

@@ -1,7 +1,7 @@
 """Keeps replicas equal: replicated values along every axis, and random numbers of ranks with the same data.
 
-Functions that broadcast values or states are collective over a group or a mesh, from its first rank. With one
-rank they do nothing.
+Functions that broadcast values or states are collective over a group or a mesh, and broadcast from its first rank. With
+one rank they do nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _broadcast_values(module: torch.nn.Module, axis: str, mesh: DeviceMesh, devi
 
 
 def _local_if_replicated(axis: str, mesh: DeviceMesh, tensor: Tensor) -> Tensor | None:
-    """Return the local tensor if the ranks along `axis` hold the same one; None if they do not, or it is unknown."""
+    """Return the local tensor if the ranks along `axis` hold equal ones; None if they do not, or if that is unknown."""
     if not isinstance(tensor, DTensor):
         return tensor
     names = tensor.device_mesh.mesh_dim_names or ("",)

@@ -17,7 +17,7 @@ from typing import Any
 
 
 def checked_init(class_name: str, init: Callable[..., None]) -> Callable[..., None]:
-    """Return `init` with the same signature, which raises TypeError for arguments that do not fit it."""
+    """Return `init` wrapped so that arguments that do not fit its signature raise TypeError with `class_name`."""
     signature = inspect.signature(init)
     known = [name for name in signature.parameters if name != "self"]
 
@@ -25,7 +25,7 @@ def checked_init(class_name: str, init: Callable[..., None]) -> Callable[..., No
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         unknown = [name for name in kwargs if name not in known]
         if unknown:
-            raise TypeError(_unknown_arguments(class_name, unknown, known))
+            raise TypeError(_unknown_arguments_text(class_name, unknown, known))
         try:
             signature.bind(self, *args, **kwargs)
         except TypeError as error:
@@ -85,7 +85,7 @@ def _entries(group: type) -> dict[str, str]:
     return entries
 
 
-def _unknown_arguments(class_name: str, unknown: list[str], known: list[str]) -> str:
+def _unknown_arguments_text(class_name: str, unknown: list[str], known: list[str]) -> str:
     text = f"{class_name} got the unknown argument{'s' * (len(unknown) > 1)} "
     nearest = {name: difflib.get_close_matches(name, known, n=1) for name in unknown}
     text += ", ".join(repr(name) + "".join(f" (did you mean {each!r}?)" for each in nearest[name]) for name in unknown)

@@ -47,7 +47,7 @@ class StageMetrics:
 
     @contextlib.contextmanager
     def local_only(self) -> Iterator[None]:
-        """Compute metrics inside on this rank only: for steps, which not every stage runs to the end."""
+        """Inside, compute metrics on this rank only: for steps, which not every stage runs to the end."""
         before, self._is_local_only = self._is_local_only, True
         try:
             yield
@@ -56,14 +56,14 @@ class StageMetrics:
 
     @contextlib.contextmanager
     def updates_disabled(self) -> Iterator[None]:
-        """Do not update metrics inside: for calls of a step that do not run the last stage."""
+        """Inside, do not update metrics: for calls of a step that do not run the last stage."""
         names = ("update", "forward")
         replaced = [
             (vars(metric), {n: vars(metric)[n] for n in names if n in vars(metric)})
             for metric, _ in self._original_computes
         ]
         for attributes, _ in replaced:
-            attributes.update(update=_nothing, forward=_zero)
+            attributes.update(update=_do_nothing, forward=_return_zero)
         try:
             yield
         finally:
@@ -79,12 +79,12 @@ class StageMetrics:
         self._original_computes.clear()
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
+def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-def _zero(*_args: Any, **_kwargs: Any) -> Tensor:
-    return torch.zeros(())  # which may be logged
+def _return_zero(*_args: Any, **_kwargs: Any) -> Tensor:
+    return torch.zeros(())  # a value that may be logged
 
 
 def names_of_metrics(module: Module) -> list[str]:

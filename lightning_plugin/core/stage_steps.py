@@ -1,9 +1,9 @@
 """Runs the steps of a LightningModule in stages: once for each micro-batch, on every stage.
 
-Every stage runs the module's own step up to the call of the divided module; only the last stage runs the rest. It
-combines the logs and results of the micro-batches and broadcasts them to all stages. The schedule, including backwards,
-runs in `training_step`. The Trainer then zeroes gradients and calls its backward, which installs the gradients that the
-schedule has computed.
+Every stage runs the module's own step up to the call of the divided module; only the last stage runs the rest,
+combines the logs and results of the micro-batches, and broadcasts them to all stages. The schedule, including
+backwards, runs in `training_step`. The Trainer then zeroes gradients and runs the backward of the returned loss, which
+installs the gradients that the schedule has computed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class StageSteps:
     """The steps of one run. Until `end`, the module's `example_input_array` is None: summaries would call the module.
 
-    engine: after it has divided the model.
+    engine: of the strategy; has divided the model.
     module: the LightningModule, on its final device.
     last_stage_modules: the modules beside the divided one.
     is_fitting: whether the steps run backwards, in which gradients of `last_stage_modules` are averaged.
@@ -57,7 +57,7 @@ class StageSteps:
         self._reducer = self._reducer_beside_stages() if is_fitting else None
 
     def _reducer_beside_stages(self) -> GradientReducer | None:
-        """Return a reducer for the parameters beside the stages: FSDP2 shards, and reduces, only the stages."""
+        """Return a reducer for the parameters beside the stages; None if FSDP2, which skips these, is not used."""
         parameters = list(self.last_stage_modules.parameters.values())
         if not parameters or not self._engine.data_axes.shards_parameters:
             return None
@@ -66,7 +66,7 @@ class StageSteps:
         return GradientReducer(torch.nn.ParameterList(parameters), self._engine.data_group)
 
     def end(self) -> None:
-        """End the steps; metrics stay as they are."""
+        """End the steps; `compute` of metrics stays replaced until `remove_metrics`."""
         if self._reducer is not None:
             self._reducer.remove()
         if self._example is not None:
@@ -99,7 +99,7 @@ class StageSteps:
         # Predictions are not weighted: their batches may lack the entries that micro_batch_weight reads.
         weights = run.weights(None if loop == "prediction" else options.micro_batch_weight, sizes)
         logged, output, dtype = self._broadcast_from_last_stage(
-            lambda: (self.logs.combined(weights, sizes), run.joined(sizes, weights), run.loss_dtype)
+            lambda: (self.logs.combine(weights, sizes), run.join_results(sizes, weights), run.loss_dtype)
         )
         self.logs.replay(logged)
         if loss is None:
@@ -110,7 +110,7 @@ class StageSteps:
 
     def _run_schedule(self, run: _MicroBatchStep) -> Tensor:
         module, trainer = self.module, self.module.trainer
-        # The Trainer divides the loss by this number; the factor of an overridden backward is unknown.
+        # The Trainer divides the loss by accumulate_grad_batches; an overridden backward may scale it by any factor.
         scale = None if is_overridden("backward", module, "LightningModule") else 1 / trainer.accumulate_grad_batches
         self._deferred_gradients = DeferredGradients(
             (parameter for parameter in module.parameters() if parameter.requires_grad),
@@ -191,7 +191,7 @@ class _MicroBatchStep:
             return [float(weight(micro_batch)) for micro_batch in self.micro_batches]
         return [1.0 if size is None else float(size) for size in sizes]
 
-    def joined(self, sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
+    def join_results(self, sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
         """Return the step's result for the batch, without the loss."""
         if not self.outputs:
             return None
@@ -202,7 +202,7 @@ class _MicroBatchStep:
 def restoring_state(module: Any, restores_buffers: bool = True) -> Iterator[None]:
     """Afterwards, restore the module's own numbers, strings, plain lists and buffers.
 
-    restores_buffers: False: replaced buffers are put back, but their values are not restored.
+    restores_buffers: False: buffers that were replaced are put back, but in-place changes of buffers stay.
     """
     values = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     lists = {key: (value, list(value)) for key, value in vars(module).items() if type(value) is list}

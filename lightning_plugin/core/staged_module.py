@@ -1,4 +1,4 @@
-"""Handles a LightningModule that is itself in stages: the copy for recording, and the state that each rank saves."""
+"""Handles a LightningModule that is itself divided into stages: its skeleton, and the state that each rank saves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weft._plugin.stage_metrics import names_of_metrics
 
 
 def attach_trainer(module: Any) -> None:
-    """Give the copy of the module whose forward is recorded (its skeleton) the Trainer, and a `log` that raises."""
+    """Give the module's skeleton, a copy whose forward weft records, the Trainer and a `log` that raises."""
     from weft.strategy.pipeline import staged_model_of
     from weft.strategy.sharding.state import original_class
 

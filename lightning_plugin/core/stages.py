@@ -38,7 +38,7 @@ class Stages:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Return the group of the ranks with the stages of this rank's replica, including this rank."""
+        """Return this rank's group along the axis pipeline_parallel: the ranks that have all stages together."""
         group: dist.ProcessGroup = self._engine.mesh.get_group(PIPELINE_AXIS)
         return group
 
@@ -61,7 +61,7 @@ class Stages:
         """Divide a module at cuts, by default those of the options.
 
         If an earlier strategy has divided it at the same cuts, for the same mesh and schedule, its pipeline is reused.
-        `beside`: as `Pipeline` takes it; `forward`: as `agree_on_cuts` takes it.
+        `beside`: see `Pipeline`; `forward`: see `agree_on_cuts`.
         """
         from weft.strategy.pipeline import Pipeline
         from weft.strategy.pipeline.arguments import shares_of

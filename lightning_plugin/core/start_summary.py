@@ -42,12 +42,12 @@ class StartSummary:
         self._warn_on_replicated(module)
 
     def _sharding_lines(self, module: torch.nn.Module) -> list[str]:
-        from weft.strategy.reports.summary import replicated, summary
+        from weft.strategy.reports.summary import replicated_lines, summary
 
         if self._engine.tensor_parallel_group.size() > 1:
             return summary(module)
         if self._engine.data_axes.size > 1:
-            return replicated(module)
+            return replicated_lines(module)
         return ["each rank has the layers of its own stages, which are not sharded."]
 
     def _memory_of_ranks(self, module: torch.nn.Module) -> list[str]:
@@ -83,7 +83,7 @@ class StartSummary:
         ]
 
     def _warn_on_replicated(self, module: torch.nn.Module) -> None:
-        """Warn if every rank holds much of the model in full."""
+        """Warn if every rank of a tensor-parallel group holds much of the model in full."""
         from weft.strategy.reports.summary import REPLICATED_FRACTION, replicated_fraction
 
         share = replicated_fraction(module)

@@ -19,7 +19,7 @@ class Logged:
     """One call of `log`.
 
     name: the name under which the value is logged.
-    value: a scalar; None for a metric without a value for the step.
+    value: a scalar; None: a metric whose value for the step is not a single number.
     metric: the module's attribute that holds the logged metric object; None: no metric was logged.
     arguments: the other arguments of the call.
     """
@@ -31,7 +31,7 @@ class Logged:
 
 
 class StepLogs:
-    """Records a module's calls of `log` for each micro-batch (inside `recording`), and combines them (`combined`).
+    """Records a module's calls of `log` for each micro-batch (inside `recording`), and combines them (`combine`).
 
     module: a LightningModule.
     """
@@ -55,7 +55,7 @@ class StepLogs:
                 object.__setattr__(self._module, "log", before)
 
     def run_micro_batch(self, micro_batch_idx: int, step: Callable[[], Any]) -> Any:
-        """Call a step and return its result; keep its logs unless it raises, as it does on all but the last stage."""
+        """Call a step and return its result; keep its logs unless the step raises, as on all stages but the last."""
         self._calls = []
         result = step()
         self._calls_by_micro_batch[micro_batch_idx] = self._calls
@@ -96,7 +96,7 @@ class StepLogs:
             "one, in __init__."
         )
 
-    def combined(self, weights: Sequence[float], sizes: Sequence[int | None]) -> list[Logged]:
+    def combine(self, weights: Sequence[float], sizes: Sequence[int | None]) -> list[Logged]:
         """Return the calls for the batch, in order: each combines one call of every micro-batch, by `reduce_fx`.
 
         Args:
@@ -114,7 +114,7 @@ class StepLogs:
                 key = (call.name, num_calls.get(call.name, 0))
                 num_calls[call.name] = key[1] + 1
                 calls_by_key.setdefault(key, []).append((call, weights[idx], sizes[idx]))
-        return [_combined(calls) for calls in calls_by_key.values()]
+        return [_combine_calls(calls) for calls in calls_by_key.values()]
 
     def replay(self, logged: Sequence[Logged]) -> None:
         """Log these calls as the step would on one device; every rank of the pipeline logs the same."""
@@ -127,7 +127,7 @@ class StepLogs:
             self._module.log(call.name, value, **call.arguments)
 
 
-def _combined(calls: list[tuple[Logged, float, int | None]]) -> Logged:
+def _combine_calls(calls: list[tuple[Logged, float, int | None]]) -> Logged:
     first = calls[0][0]
     arguments = dict(first.arguments)
     batch_sizes = [call.arguments.get("batch_size") for call, _, _ in calls]

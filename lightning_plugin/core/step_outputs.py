@@ -25,7 +25,8 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
 
     Args:
         outputs: the result for each micro-batch.
-        sizes: the number of samples of each micro-batch; None: unknown, and dim 0 of every tensor counts samples.
+        sizes: the number of samples of each micro-batch; None: unknown; then all tensors with dims are
+            concatenated.
         weights: the weight of each micro-batch.
 
     Raises:
@@ -54,13 +55,13 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
     elif isinstance(first, numbers.Number) and not isinstance(first, bool):
         return weighted_mean([torch.tensor(float(v), dtype=torch.float64) for v in outputs], weights).item()
     raise TypeError(
-        f"pipeline: a step gave a {_described(first)} for each micro-batch, which cannot be joined; give "
+        f"pipeline: a step gave a {_description(first)} for each micro-batch, which cannot be joined; give "
         "tensors with the samples along dim 0, numbers, or dicts and tuples of them."
     )
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean of scalars, a scalar in the first value's dtype if that is floating, else the default.
+    """Return the weighted mean of scalars, in the first value's dtype; for integers, in the default dtype.
 
     Values with a weight of 0 are left out, unless all weights are 0: then all values have the same weight.
     """
@@ -74,13 +75,13 @@ def _has_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
-def _described(value: Any) -> str:
+def _description(value: Any) -> str:
     return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 @dataclasses.dataclass(frozen=True)
 class _TensorPlaceholder:
-    """Stands in the pickled message for a tensor that is broadcast after it."""
+    """Takes the place of a tensor in the pickled message; the tensor is broadcast after the message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -93,7 +94,7 @@ class Serialized:
 
     value: as given.
     pickled: the value with placeholders for `tensors`.
-    tensors: those that are broadcast separately, because they are large or on a device.
+    tensors: those that are broadcast separately, because they are large or not on the CPU.
     """
 
     value: Any

@@ -1,7 +1,8 @@
 """Declares, for type checkers only, what weft uses of Lightning's strategies.
 
-Under TYPE_CHECKING the mixins have these classes as bases. At run time they have `object`, and `factory.py` puts
-Lightning's ModelParallelStrategy behind them. Lightning's objects are Any: each namespace has its own classes for them.
+Under TYPE_CHECKING the mixins have these classes as bases. At run time they have `object`, and `factory.py` adds
+Lightning's ModelParallelStrategy as the next base. Lightning's objects are Any: `lightning` and `pytorch_lightning` are
+separate namespaces with different classes.
 """
 
 from contextlib import AbstractContextManager

@@ -55,7 +55,7 @@ class StrategyMixin(StockStrategy):
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        """Return the group of the ranks with the stages of this rank's replica, including this rank."""
+        """Return this rank's group along the axis pipeline_parallel: the ranks that have all stages together."""
         return self._engine.stages.group
 
     @property
@@ -130,7 +130,7 @@ class StrategyMixin(StockStrategy):
         return {"num_replicas": self.data_axes.size, "rank": self.data_axes.rank}
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As the stock one, by default over the data axes, so that each replica counts once.
+        """As the stock one, by default over the data axes, so that ranks with the same data count once.
 
         A LightningModule passes the world's group if the user gives none, so that group also means the default.
         """

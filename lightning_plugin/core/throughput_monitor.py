@@ -38,8 +38,8 @@ class ThroughputMixin:
     Args:
         batch_size_fn: returns a batch's number of samples; None: the first dim of its first tensor.
         length_fn: returns a batch's number of tokens, or of other units; None: they are not counted.
-        flops_per_sample: the model's floating-point operations per sample, forward and backward, over all ranks; or a
-            function that returns this number for a batch. None: not counted.
+        flops_per_sample: the model's floating-point operations per sample, forward and backward, of all ranks
+            together; or a function that returns this number for a batch. None: not counted.
         peak_flops: floating-point operations per second of one device; None: no "throughput/mfu".
         window_size: the number of newest steps to average over, rounded up to full logging intervals.
     """
@@ -139,7 +139,7 @@ def _num_data_ranks(strategy: Any) -> int:
 
 
 def _mean_over_world(values: list[float], strategy: Any) -> list[float]:
-    """Return the means over all ranks. As the ranks of a replica count the same, these are the means over replicas."""
+    """Return the means over all ranks. They are those over data ranks: ranks with the same data count the same."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     tensor = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
     means: list[float] = strategy.reduce(tensor, group=group, reduce_op="mean").tolist()

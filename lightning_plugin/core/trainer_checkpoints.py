@@ -20,7 +20,7 @@ __all__ = ["load", "optimizer_state", "save", "without_none"]
 
 
 def optimizer_state(engine: Engine, strategy: StockTrainerStrategy, optimizer: Any) -> dict[str, Any]:
-    """Return the optimizer's state for `save`, or of the full model for a file; collective."""
+    """Return the optimizer's state: this rank's shards for `save`, or the full state for a file; collective."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer wraps the user's
     if not strategy._save_distributed_checkpoint:
         return full_state(inner, keep=strategy.is_global_zero)

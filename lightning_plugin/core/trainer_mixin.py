@@ -17,7 +17,7 @@ from weft._plugin.loader_check import without_lockstep
 from weft._plugin.loaders import TrainerLoaders
 from weft._plugin.model_setup import apply_plan
 from weft._plugin.options import Options, StockOptions
-from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, computing_with_parameters, run_step
+from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, run_step, with_local_parameters
 from weft._plugin.parameter_replacements import parameters_of
 from weft._plugin.process_guard import guard
 from weft._plugin.stage_steps import STEPS
@@ -44,7 +44,7 @@ def _check_no_averaging(trainer: Any) -> None:
 
 
 class TrainerMixin(StrategyMixin, StockTrainerStrategy):
-    """Tensor parallelism by plan, and sharded or replicated data parallelism, for the Trainer.
+    """Tensor parallelism by plan, sharded or replicated data parallelism, and pipeline parallelism, for the Trainer.
 
     A drop-in for Lightning's ModelParallelStrategy.
     """
@@ -71,7 +71,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:
-        """As the stock one; with a plan, parameters that would be empty are deferred instead (see `empty_init`)."""
+        """As the stock one; with a plan, meta parameters become deferred ones instead (see `Options.empty_init`)."""
         in_configure_model = empty_init is _IN_CONFIGURE_MODEL
         if self.plan is None or not self._engine.options.empty_init or not (in_configure_model or empty_init):
             with super().tensor_init_context(**({} if in_configure_model else {"empty_init": empty_init})):
@@ -85,8 +85,8 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         engine, options = self._engine, self._engine.options
         self._check_configure_model()
         self._loaders.prepare(trainer)
-        # A step may compute with DTensors, which torch.inference_mode breaks. Lightning disables it only for groups
-        # whose backend is named gloo.
+        # A step may compute with DTensors, which torch.inference_mode breaks. Lightning disables that mode only
+        # for groups whose backend is named gloo.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         self._is_fitting = trainer.state.fn == "fit"
@@ -131,7 +131,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         """Run on_after_backward, on_before_optimizer_step (also of callbacks) and clipping in the context of steps."""
         for name in CALL_GRADIENT_HOOKS:
             method = getattr(type(self.precision_plugin), name).__get__(self.precision_plugin)
-            setattr(self.precision_plugin, name, computing_with_parameters(method, self._module_in_stages()))
+            setattr(self.precision_plugin, name, with_local_parameters(method, self._module_in_stages()))
 
     def _module_in_stages(self) -> Any:
         return None if self._engine.pipeline is None else self.lightning_module
@@ -173,7 +173,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """See StrategyMixin; collective. Raises ValueError on all ranks for lengths that would deadlock."""
-        return self._loaders.compared(super().process_dataloader(without_lockstep(dataloader)))
+        return self._loaders.with_length_check(super().process_dataloader(without_lockstep(dataloader)))
 
     def on_train_start(self) -> None:
         """Synchronize random states again: hooks since setup may have drawn numbers on some ranks only."""
@@ -265,7 +265,10 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As the stock one, by default over the data axes: each replica counts once; one replica returns `tensor`."""
+        """As the stock one, by default over the data axes, so ranks with the same data count once.
+
+        A single data-parallel rank returns `tensor` itself.
+        """
         if group is None and self.data_group.size() == 1:
             return tensor
         return super().reduce(tensor, group or self.data_group, reduce_op)

@@ -156,7 +156,7 @@ class TrainerStages:
     def placeholders_of_other_stages(self) -> Iterator[None]:
         """Inside, the user's code that makes optimizers sees a placeholder for each parameter of other stages.
 
-        Every stage so builds the same parameter groups. The placeholders are then removed from the optimizers.
+        So every stage builds the same parameter groups. The placeholders are then removed from the optimizers.
 
         Raises:
             ValueError: an optimizer is LBFGS.
@@ -177,7 +177,7 @@ class TrainerStages:
                 )
 
     def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of a module's state that this rank saves; only the last stage saves undivided modules."""
+        """Return the entries of `state` that this rank saves; only the last stage saves modules beside the stages."""
         pipeline = self._engine.pipeline
         if pipeline is None or pipeline.has_last_stage:
             return state

@@ -1,5 +1,5 @@
 // The Python module weft._collectives: creates backends and pipeline links, and raises their errors
-// as exceptions of the Python classes.
+// as exceptions of the classes that set_error_classes() receives.
 #include "raise.h"
 
 #include <weft/ops/backend.h>
@@ -23,7 +23,8 @@ namespace {
 
 using collectives::ErrorKind;
 
-// Indexed by ErrorKind. Never freed, because errors may be raised until process exit.
+// Indexed by ErrorKind, which begins at 1. Never freed, because errors may be raised until process
+// exit.
 std::array<PyObject*, 5> error_classes{};
 
 void raise_in_python(ErrorKind kind, const std::string& text) {

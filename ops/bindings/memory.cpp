@@ -25,6 +25,7 @@ py::dict as_dict(const memory::Usage& usage) {
   return dict;
 }
 
+// Returns a tuple (name, seconds, peak bytes by category) for each phase.
 py::list phases() {
   py::list list;
   for (const memory::Phase& phase : ops::memory_phases()) {

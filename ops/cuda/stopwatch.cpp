@@ -28,7 +28,7 @@ class CudaStopwatch final : public Stopwatch {
   }
 
   const c10::Device device_;
-  at::cuda::CUDAEvent start_{cudaEventDefault};  // with times, unlike torch's default
+  at::cuda::CUDAEvent start_{cudaEventDefault};  // records times, unlike torch's default
   at::cuda::CUDAEvent stop_{cudaEventDefault};
 };
 

@@ -3,10 +3,10 @@
     WEFT_OVERLAP=auto|always|never python train.py       # or weft.overlap.set_mode(...)
 
 `auto`, the default, measures. The first 34 calls of an operator on a kind of shape (see `Choice`) form 17 pairs, each
-of one chunked and one unchunked call, in random order; the first pair is a warm-up. The ranks then agree on chunks if
-chunked calls are at least 5 % faster on every rank. The choice, and with it the last digits of a result, may differ
-from run to run. `torch.use_deterministic_algorithms(True)` disables the measurement. A saved table makes it
-unnecessary:
+of one chunked and one unchunked call, in random order; the first pair is a warm-up. If that gives too few samples for a
+size of a rank's weight, up to 514 calls are measured. The ranks then agree on chunks if chunked calls take at most 95 %
+of the time on every rank. The choice, and with it the last digits of a result, may differ from run to run.
+`torch.use_deterministic_algorithms(True)` disables the measurement. A saved table makes it unnecessary:
 
     weft.overlap.save("overlap.json")                    # at the end of a run, on one rank
     WEFT_OVERLAP_TABLE=overlap.json python train.py      # on all ranks, or weft.overlap.load(...)
@@ -44,8 +44,8 @@ class Choice:
         row_bytes: bytes of one row of the widest tensor that is communicated, also rounded up to a power of two: of the
             input for a gather, of the output for a scatter.
         in_pieces: the choice: whether the sequence is chunked.
-        ratio: chunked time over unchunked time, for the rank and the size of its weight with the largest ratio; 0 if it
-            was not measured, or no size of a weight occurred often enough.
+        ratio: chunked time over unchunked time, the largest over all ranks and all sizes of their weights; 0 if it was
+            not measured, or no size of a weight occurred often enough.
     """
 
     op: str
@@ -97,7 +97,7 @@ def save(path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> None:
-    """Load the choices that `save` has written, and discard those measured. All ranks must load the same choices.
+    """Load the choices that `save` has written, and discard measured ones. All ranks must load the same choices.
 
     Raises:
         ValueError: the file holds something else.

@@ -19,7 +19,7 @@ template <c10::DeviceType kDevice>
 constexpr auto kAutocastKey = kDevice == c10::DeviceType::CPU ? c10::DispatchKey::AutocastCPU
                                                               : c10::DispatchKey::AutocastCUDA;
 
-// Casts floating-point tensors on the device type to the autocast dtype. Other arguments are not
+// Casts floating-point tensors on devices of kDevice to the autocast dtype. Other arguments are not
 // cast: float64, integers such as targets, tensors on other devices, and arguments that are no
 // tensors.
 template <c10::DeviceType kDevice>

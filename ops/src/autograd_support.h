@@ -28,11 +28,11 @@ at::Tensor bias_grad(const at::Tensor& grad_out);
 // silently lack this operator.
 void forbid_double_backward(std::string_view op);
 
-// Prioritizes the backward nodes between `weight` and its leaf (of DTensor's to_local, a cast, a
-// slice), so that the leaf gets the gradient of `weight` as soon as it is computed. The engine runs
-// ready nodes by sequence number, highest first; these nodes were made before the operator's and
-// would otherwise run after them. They get the leaf's sequence number minus one, up to the first
-// node with several inputs.
+// Prioritizes the backward nodes between `weight` and its leaf (those of DTensor's to_local, a
+// cast, a slice), so that the leaf gets its gradient as soon as that of `weight` is computed. The
+// engine runs ready nodes by sequence number, highest first; these nodes were made before the
+// operator's nodes and would otherwise run after all of those. They get the leaf's sequence number
+// minus one, up to the first node with several inputs.
 void prioritize_leaf_gradient(const at::Tensor& weight);
 
 inline bool needs_grad(const OptionalTensor& tensor) {

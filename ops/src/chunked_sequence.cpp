@@ -52,8 +52,8 @@ std::int64_t ChunkedSequence::max_rows_per_rank(std::int64_t chunk) const {
 }
 
 std::int64_t ChunkedSequence::rows_on(int rank, std::int64_t chunk) const {
-  const auto own = shard_size(dim_size_, {group_->getSize(), rank}).expect_int();
-  return std::clamp<std::int64_t>(own - first_row_in_shard(chunk), 0, max_rows_per_rank(chunk));
+  const auto size = shard_size(dim_size_, {group_->getSize(), rank}).expect_int();
+  return std::clamp<std::int64_t>(size - first_row_in_shard(chunk), 0, max_rows_per_rank(chunk));
 }
 
 ChunkedSequence::GatheredChunk ChunkedSequence::start_gather(std::int64_t chunk) const {
@@ -61,9 +61,9 @@ ChunkedSequence::GatheredChunk ChunkedSequence::start_gather(std::int64_t chunk)
   const auto rows = max_rows_per_rank(chunk);
   const auto own_rows = rows_on(group_->getRank(), chunk);
   for (const auto& shard : shards_) {
-    auto own =
+    auto rows_of_shard =
         own_rows > 0 ? shard.narrow(0, first_row_in_shard(chunk), own_rows) : shard.narrow(0, 0, 0);
-    auto [input, work] = start_gather_rows(op_, kGatherChunk, own, rows, group_);
+    auto [input, work] = start_gather_rows(op_, kGatherChunk, rows_of_shard, rows, group_);
     result.inputs.push_back(std::move(input));
     result.works.push_back(std::move(work));
   }
@@ -118,8 +118,8 @@ void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
 }
 
 at::Tensor ChunkedSequence::take_output() {
-  const auto own = shard_size(dim_size_, rank_in(group_)).expect_int();
-  return std::exchange(sum_, {}).narrow(0, 0, own);
+  const auto own_rows = shard_size(dim_size_, rank_in(group_)).expect_int();
+  return std::exchange(sum_, {}).narrow(0, 0, own_rows);
 }
 
 }  // namespace weft::ops

@@ -175,7 +175,7 @@ Result run(const at::Tensor& x, const Weights& w, const Call& call, bool saves_h
   auto result = overlap.is_chunked()
                     ? run_chunked(x, w, call, saves_hidden, overlap.rows_per_chunk())
                     : run_unchunked(x, w, call, saves_hidden);
-  overlap.done();
+  overlap.end_timing();
   return result;
 }
 

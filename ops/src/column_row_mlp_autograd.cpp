@@ -55,19 +55,19 @@ struct SharedState : torch::CustomClassHolder {
   SinkableWeights weights;
   PendingCollective all_reduce;  // of grad_x, in place
   // With a sharded sequence: this rank's shard of grad_x, and x, which is gathered again and freed
-  // after `num_readers` more reads.
+  // after `num_reads_left` calls of read_x().
   std::optional<PendingTensor> grad_x;
-  std::optional<PendingTensor> gathered_x;  // in flight
-  at::Tensor full_x;                        // gathered
-  int num_readers = 0;
+  std::optional<PendingTensor> pending_x;  // all-gather in flight
+  at::Tensor full_x;                       // gathered
+  int num_reads_left = 0;
 
   at::Tensor read_x() {
-    if (gathered_x.has_value()) {
-      full_x = gathered_x->get();
-      gathered_x.reset();
+    if (pending_x.has_value()) {
+      full_x = pending_x->get();
+      pending_x.reset();
     }
     const auto x = full_x;
-    if (--num_readers == 0) {
+    if (--num_reads_left == 0) {
       full_x.reset();
     }
     return x;
@@ -117,8 +117,8 @@ class InputGradient : public torch::autograd::Function<InputGradient> {
   }
 };
 
-// What a Column node saves or returns without a gradient: autograd does not see the tensors in here
-// as inputs of the node.
+// The values that a Column node saves or returns. They are in a struct so that autograd does not
+// see its tensors as inputs of the node.
 struct ColumnValues {
   at::Tensor x;  // undefined with a sharded sequence: `shared` has it
   at::Tensor h;  // x weightᵀ + bias, the node's output
@@ -181,7 +181,7 @@ class Row : public torch::autograd::Function<Row> {
                             const OptionalTensor& h3,
                             const OptionalTensor& b2,
                             const RowValues& values) {
-    // Saved tensors 0 and 1 differ: h1 and h3, or x and none. 2 to 7: w1, w2, w3, b1, b3, x_shard.
+    // save_for_backward() gets the tensors in the order of Saved.
     const at::Tensor none;
     const auto& x_shard = values.x_shard;
     if (values.recompute) {
@@ -211,13 +211,13 @@ class Row : public torch::autograd::Function<Row> {
     forbid_double_backward(kOp);
     const auto saved = ctx->get_saved_variables();
     shared_of(ctx).weights.begin_backward();
-    const auto &w1 = saved[2], &w2 = saved[3], &w3 = saved[4];
+    const auto &w1 = saved[kSavedW1], &w2 = saved[kSavedW2], &w3 = saved[kSavedW3];
     const auto& activation = ctx->saved_data.at("activation").toStringRef();
-    const auto grad_y = full_sequence(ctx, grads[0]);
+    const auto grad_y = gather_sequence(ctx, grads[0]);
     // autograd::Function does not count absent optional inputs.
     const bool gated = ctx->saved_data.at("gated").toBool();
     const bool has_bias = ctx->saved_data.at("has_bias").toBool();
-    start_gathering_x(ctx, saved[7], gated);
+    start_gathering_x(ctx, saved[kSavedXShard], gated);
     auto [h1, h3] = hidden(ctx, saved);
 
     variable_list result(kNumInputs);
@@ -248,6 +248,18 @@ class Row : public torch::autograd::Function<Row> {
 
  private:
   enum Input : std::size_t { kX, kH1, kInputW2, kH3, kB2, kValues, kNumInputs };
+  // The saved tensors. With `recompute`, the first is x (undefined with a sharded sequence) instead
+  // of h1, and there is no h3; without, there are no b1 and b3.
+  enum Saved : std::size_t {
+    kSavedH1OrX,
+    kSavedH3,
+    kSavedW1,
+    kSavedW2,
+    kSavedW3,
+    kSavedB1,
+    kSavedB3,
+    kSavedXShard
+  };
 
   static bool has_sequence(AutogradContext* ctx) {
     return ctx->saved_data.count("sequence_dim") != 0;
@@ -257,7 +269,7 @@ class Row : public torch::autograd::Function<Row> {
             ctx->saved_data.at("sequence_size").toSymInt()};
   }
 
-  static at::Tensor full_sequence(AutogradContext* ctx, const at::Tensor& shard) {
+  static at::Tensor gather_sequence(AutogradContext* ctx, const at::Tensor& shard) {
     if (!has_sequence(ctx)) {
       return shard;
     }
@@ -277,40 +289,44 @@ class Row : public torch::autograd::Function<Row> {
     auto& shared = shared_of(ctx);
     // A failed backward may have left its state.
     shared.grad_x.reset();
-    shared.gathered_x.reset();
+    shared.pending_x.reset();
     shared.full_x.reset();
-    const auto reads = [&](std::size_t input, const char* key) {
+    const auto reads_x = [&](std::size_t input, const char* key) {
       return ctx->needs_input_grad(input) && ctx->saved_data.at(key).toBool() ? 1 : 0;
     };
-    shared.num_readers = reads(kH1, "w1_requires_grad") +
-                         (gated ? reads(kH3, "w3_requires_grad") : 0) +
-                         (ctx->saved_data.at("recompute").toBool() ? 1 : 0);
-    if (shared.num_readers == 0) {
+    shared.num_reads_left = reads_x(kH1, "w1_requires_grad") +
+                            (gated ? reads_x(kH3, "w3_requires_grad") : 0) +
+                            (ctx->saved_data.at("recompute").toBool() ? 1 : 0);
+    if (shared.num_reads_left == 0) {
       return;
     }
     const auto [dim, size] = sequence_of(ctx);
     if (is_traced(shard)) {
-      shared.full_x = full_sequence(ctx, shard);
+      shared.full_x = gather_sequence(ctx, shard);
     } else {
       const auto group = resolve_group(kOp, ctx->saved_data.at("group_name").toStringRef());
-      shared.gathered_x = start_all_gather(kOp, shard, dim, size.expect_int(), group);
+      shared.pending_x = start_all_gather(kOp, shard, dim, size.expect_int(), group);
     }
   }
 
   static std::pair<at::Tensor, at::Tensor> hidden(AutogradContext* ctx,
                                                   const variable_list& saved) {
     if (!ctx->saved_data.at("recompute").toBool()) {
-      return {saved[0], saved[1]};
+      return {saved[kSavedH1OrX], saved[kSavedH3]};
     }
     const auto optional = [](const at::Tensor& tensor) {
       return tensor.defined() ? OptionalTensor(tensor) : OptionalTensor();
     };
-    const auto x = has_sequence(ctx) ? shared_of(ctx).read_x() : saved[0];
-    return column_half(x, saved[2], optional(saved[4]), optional(saved[5]), optional(saved[6]));
+    const auto x = has_sequence(ctx) ? shared_of(ctx).read_x() : saved[kSavedH1OrX];
+    return column_half(x,
+                       saved[kSavedW1],
+                       optional(saved[kSavedW3]),
+                       optional(saved[kSavedB1]),
+                       optional(saved[kSavedB3]));
   }
 
-  // Returns grad_x; with a sharded sequence, see scattered(). Otherwise, its all-reduce is in
-  // flight in eager mode, and complete when traced or in anomaly mode, which reads the tensor.
+  // Returns grad_x; with a sharded sequence, see scatter_input_grad(). Otherwise, its all-reduce is
+  // in flight in eager mode, and complete when traced or in anomaly mode, which reads the tensor.
   static at::Tensor input_grad(AutogradContext* ctx,
                                const at::Tensor& grad_h1,
                                const at::Tensor& grad_h3,
@@ -322,7 +338,7 @@ class Row : public torch::autograd::Function<Row> {
       if (w3.defined()) {
         as_matrix(grad_x).addmm_(as_matrix(grad_h3), w3);
       }
-      return has_sequence(ctx) ? scattered(ctx, grad_x)
+      return has_sequence(ctx) ? scatter_input_grad(ctx, grad_x)
                                : dispatch::reduce_from_group(grad_x, group_name);
     }
     auto [grad_x, all_reduce] =
@@ -337,7 +353,7 @@ class Row : public torch::autograd::Function<Row> {
   // Returns this rank's shard of the sum of grad_x when traced or in anomaly mode. Otherwise, the
   // reduce-scatter is in flight, and the returned tensor is a placeholder of the shard's shape;
   // InputGradient returns the shard.
-  static at::Tensor scattered(AutogradContext* ctx, const at::Tensor& grad_x) {
+  static at::Tensor scatter_input_grad(AutogradContext* ctx, const at::Tensor& grad_x) {
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
     const auto dim = sequence_of(ctx).dim;
     if (is_traced(grad_x) || torch::autograd::AnomalyMode::is_enabled()) {
@@ -352,7 +368,7 @@ class Row : public torch::autograd::Function<Row> {
   }
 };
 
-at::Tensor detached(const OptionalTensor& tensor) {
+at::Tensor detach_or_undefined(const OptionalTensor& tensor) {
   return tensor.has_value() ? tensor->detach() : at::Tensor();
 }
 
@@ -416,9 +432,9 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
                     RowValues{y,
                               sequence.has_value() ? x.detach() : at::Tensor(),
                               w1.detach(),
-                              detached(w3),
-                              detached(b1),
-                              detached(b3),
+                              detach_or_undefined(w3),
+                              detach_or_undefined(b1),
+                              detach_or_undefined(b3),
                               std::string(activation),
                               std::string(group_name),
                               shared,

@@ -29,17 +29,25 @@ at::Tensor local_statistics(const at::Tensor& logits,
       logits, target, options.vocab_start, options.ignore_index, options.label_smoothing != 0);
 }
 
+namespace {
+
+// The columns of the statistics, see local_statistics().
+constexpr std::int64_t kLargest = 0, kSumOfExp = 1, kTargetLogit = 2, kSumOfLogits = 3;
+
+}  // namespace
+
 TokenLosses combine_statistics(const at::Tensor& statistics,
                                const at::Tensor& target,
                                const LocalLossOptions& options) {
-  const auto largest = statistics.select(2, 0);
+  const auto largest = statistics.select(2, kLargest);
   const auto largest_of_all = largest.amax(0);
   const auto log_sum =
-      statistics.select(2, 1).mul(largest.sub(largest_of_all).exp_()).sum(0).log_();
+      statistics.select(2, kSumOfExp).mul(largest.sub(largest_of_all).exp_()).sum(0).log_();
   // Subtract first: logits may be large while the loss is small.
-  auto losses = largest_of_all.sub(statistics.select(2, 2).sum(0)).add_(log_sum);
+  auto losses = largest_of_all.sub(statistics.select(2, kTargetLogit).sum(0)).add_(log_sum);
   if (const double smoothing = options.label_smoothing; smoothing != 0) {
-    const auto mean = statistics.select(2, 3).sum(0).div_(static_cast<double>(options.num_classes));
+    const auto mean =
+        statistics.select(2, kSumOfLogits).sum(0).div_(static_cast<double>(options.num_classes));
     losses.mul_(1 - smoothing).add_(largest_of_all.sub(mean).add_(log_sum), smoothing);
   }
   losses.masked_fill_(target.eq(options.ignore_index), 0);

@@ -26,7 +26,8 @@ struct LocalLossOptions {
   double label_smoothing;
 };
 
-// Returns the number of classes of all ranks together; by default, each rank has num_entries.
+// Returns the number of classes of all ranks together. Without `vocab_size`, each rank has
+// `num_entries` classes.
 inline std::int64_t classes_of(std::int64_t num_entries,
                                std::optional<std::int64_t> vocab_size,
                                const GroupRank& group_rank) {

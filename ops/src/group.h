@@ -1,7 +1,7 @@
 #pragma once
 
 // Resolves a process group by its name, and reduces over it. The operators start all communication
-// as PendingCollective. Its holder waits for it, except for pipeline messages that are complete or
+// as a PendingCollective, and wait for each, except for pipeline messages that are complete or
 // whose group was destroyed.
 
 #include <ATen/core/Tensor.h>
@@ -42,10 +42,10 @@ void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGro
 class PendingCollective {
  public:
   PendingCollective() = default;
-  // Calls `start`. `overlaps`: the caller computes before it waits. async_op is false for CPU
-  // tensors, whose collective wait() drives, as an asynchronous one would need a thread; for others
-  // it is `overlaps`. `what` names the collective in errors.
-  // REQUIRES: group is not null; `tensors` holds at least one tensor, all on one device.
+  // Calls `start`. `overlaps`: the caller computes before it waits. async_op is `overlaps`, but
+  // false for CPU tensors: an asynchronous collective would need another thread, while a
+  // synchronous one makes progress in wait(). `what` names the collective in errors. REQUIRES:
+  // group is not null; `tensors` holds at least one tensor, all on one device.
   PendingCollective(std::string_view op,
                     std::string_view what,
                     const ProcessGroupPtr& group,

@@ -22,7 +22,7 @@ std::int64_t size_on(std::int64_t size, int rank, const ProcessGroupPtr& group) 
 }
 
 // Returns x, whose first dim is the sharded one, padded with zeros to `size` rows.
-at::Tensor padded(const at::Tensor& x, std::int64_t size) {
+at::Tensor pad_rows(const at::Tensor& x, std::int64_t size) {
   if (x.size(0) == size) {
     return x.contiguous();
   }
@@ -83,7 +83,7 @@ std::pair<at::Tensor, PendingCollective> gather_rows(std::string_view op,
                                                      std::int64_t num_rows,
                                                      const ProcessGroupPtr& group,
                                                      bool overlaps) {
-  auto shard = padded(x, num_rows);
+  auto shard = pad_rows(x, num_rows);
   auto sizes = shard.sizes().vec();
   sizes[0] = num_rows * group->getSize();
   auto result = at::empty(sizes, x.options());
@@ -118,7 +118,7 @@ PendingTensor sum_and_scatter(std::string_view op,
     return PendingTensor(contiguous_copy(x));
   }
   const auto max_size = max_shard_size_of(x.size(dim), group);
-  auto full = padded(x.movedim(dim, 0), max_size * group->getSize());
+  auto full = pad_rows(x.movedim(dim, 0), max_size * group->getSize());
   auto sizes = full.sizes().vec();
   sizes[0] = max_size;
   auto result = at::empty(sizes, x.options());

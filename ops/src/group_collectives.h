@@ -1,14 +1,15 @@
 #pragma once
 
 // Collectives on tensors that are sharded over a group as in shard_shape.h. All functions work
-// below autograd. Those that take a `dim` return new contiguous tensors, and a null group is a
-// group of one for them. Nothing is sent if no rank has an element.
+// below autograd. Those that take a `dim` return new contiguous tensors, and accept a null
+// group as a group of one. Nothing is sent if no rank has an element.
 
 #include "group.h"
 #include "shard_shape.h"
 
 namespace weft::ops {
 
+// Returns this rank and the number of ranks of `group`; a null group is a group of one.
 GroupRank rank_in(const ProcessGroupPtr& group);
 // The same by the group's name. Errors: those of resolve_group.
 GroupRank rank_in(std::string_view op, std::string_view group_name);

@@ -68,19 +68,20 @@ class ColumnLinear : public torch::autograd::Function<ColumnLinear> {
     forbid_double_backward(kColumn);
     const auto& grad_y = grads[0];
     const auto saved = ctx->get_saved_variables();
+    const auto &x = saved[0], &weight = saved[1];
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
     variable_list result(4);
     PendingCollective pending;
     if (ctx->needs_input_grad(0)) {
       if (is_traced(grad_y)) {
-        result[0] = dispatch::reduce_from_group(at::matmul(grad_y, saved[1]), group_name);
+        result[0] = dispatch::reduce_from_group(at::matmul(grad_y, weight), group_name);
       } else {
         std::tie(result[0], pending) = start_reduced_input_product(
-            kColumn, resolve_group(kColumn, group_name), grad_y, saved[1]);
+            kColumn, resolve_group(kColumn, group_name), grad_y, weight);
       }
     }
     if (ctx->needs_input_grad(1)) {
-      result[1] = weight_grad(grad_y, saved[0]);
+      result[1] = weight_grad(grad_y, x);
     }
     if (needs_bias_grad(ctx)) {
       result[2] = bias_grad(grad_y);
@@ -107,8 +108,9 @@ class RowLinear : public torch::autograd::Function<RowLinear> {
     forbid_double_backward(kRow);
     const auto& grad_y = grads[0];
     const auto saved = ctx->get_saved_variables();
-    return {ctx->needs_input_grad(0) ? at::matmul(grad_y, saved[1]) : at::Tensor(),
-            ctx->needs_input_grad(1) ? weight_grad(grad_y, saved[0]) : at::Tensor(),
+    const auto &x = saved[0], &weight = saved[1];
+    return {ctx->needs_input_grad(0) ? at::matmul(grad_y, weight) : at::Tensor(),
+            ctx->needs_input_grad(1) ? weight_grad(grad_y, x) : at::Tensor(),
             needs_bias_grad(ctx) ? bias_grad(grad_y) : at::Tensor(),
             at::Tensor()};
   }

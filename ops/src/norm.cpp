@@ -1,6 +1,7 @@
 // rms_norm and layer_norm, with and without the addition of a residual: the registered operators
-// and their gradients; kernels/ computes them. The tokens are sharded over the group, and each rank
-// normalizes its own. Weight and bias are replicated; one all-reduce sums the gradients of both.
+// and their gradients; kernels/ has the arithmetic. The tokens are sharded over the group, and each
+// rank normalizes its own. Weight and bias are replicated; one all-reduce sums the gradients of
+// both.
 
 #include "autograd_support.h"
 #include "dispatch.h"
@@ -177,7 +178,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     forbid_double_backward(ctx->saved_data.at("op").toStringRef());
     const auto saved = ctx->get_saved_variables();
-    const auto &norm_input = saved[0], &weight = saved[1];
+    const auto &norm_input = saved[0], &weight = saved[1], &mean = saved[2], &rstd = saved[3];
     const bool has_residual = ctx->saved_data.at("has_residual").toBool();
     const bool has_bias = ctx->saved_data.at("has_bias").toBool();
     const std::size_t weight_idx = has_residual ? 2 : 1;
@@ -195,8 +196,8 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
                                   has_grad_sum ? OptionalTensor(grads[1]) : std::nullopt,
                                   norm_input,
                                   weight.defined() ? OptionalTensor(weight) : std::nullopt,
-                                  saved[2],
-                                  saved[3],
+                                  mean,
+                                  rstd,
                                   ctx->saved_data.at("centered").toBool(),
                                   wants_x || wants_residual,
                                   num_params);
@@ -306,15 +307,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_meta(
       at::empty_symint(stats_shape(x), stats_options)};
 }
 
-YAndSum norm_backward_meta(const at::Tensor& /*grad_y*/,
-                           const OptionalTensor& /*grad_sum*/,
-                           const at::Tensor& norm_input,
-                           const OptionalTensor& weight,
-                           const at::Tensor& /*mean*/,
-                           const at::Tensor& /*rstd*/,
-                           bool /*centered*/,
-                           bool wants_input,
-                           std::int64_t num_params) {
+std::tuple<at::Tensor, at::Tensor> norm_backward_meta(const at::Tensor& /*grad_y*/,
+                                                      const OptionalTensor& /*grad_sum*/,
+                                                      const at::Tensor& norm_input,
+                                                      const OptionalTensor& weight,
+                                                      const at::Tensor& /*mean*/,
+                                                      const at::Tensor& /*rstd*/,
+                                                      bool /*centered*/,
+                                                      bool wants_input,
+                                                      std::int64_t num_params) {
   const auto params_options = norm_input.options().dtype(
       weight.has_value() ? weight->scalar_type() : norm_input.scalar_type());
   return {wants_input ? at::empty_symint(norm_input.sym_sizes(), norm_input.options())

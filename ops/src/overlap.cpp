@@ -75,11 +75,11 @@ struct Kind {
   auto operator<=>(const Kind&) const = default;
 };
 
-std::int64_t rounded_up(std::int64_t value) {
+std::int64_t round_up(std::int64_t value) {
   return static_cast<std::int64_t>(std::bit_ceil(static_cast<std::uint64_t>(value)));
 }
 
-struct Measured {
+struct Measurement {
   OverlapTuner tuner;
   std::optional<double> ratio;  // set when the ranks have agreed on it
 };
@@ -90,7 +90,7 @@ class Table {
  public:
   static Table& instance() { return process_wide<Table>(); }
 
-  // Returns whether the set table says to use chunks; nullopt if it has no such entry.
+  // Returns whether the table of set_overlap_table() chooses chunks; nullopt without an entry.
   std::optional<bool> preset(const Kind& kind) const {
     const std::lock_guard lock(mutex_);
     const auto found = presets_.find(kind);
@@ -99,19 +99,19 @@ class Table {
 
   // Measurements are per group: only the ranks of one group agree with each other. The caller
   // shares ownership, since replace() may drop the entry.
-  std::shared_ptr<Measured> measured(const Kind& kind, const ProcessGroupPtr& group) {
+  std::shared_ptr<Measurement> measurement(const Kind& kind, const ProcessGroupPtr& group) {
     std::vector<Measurements> gone;
     const std::lock_guard lock(mutex_);
     // Measurements of destroyed groups stay in entries() until another group is measured.
     auto* const found = groups_.find(group);
-    auto& result = (found != nullptr ? *found : groups_.of(group, gone))[kind];
-    if (!result) result = std::make_shared<Measured>();
+    auto& result = (found != nullptr ? *found : groups_.find_or_make(group, gone))[kind];
+    if (!result) result = std::make_shared<Measurement>();
     return result;
   }
 
-  void add_timed(const std::shared_ptr<Measured>& measured, OverlapTuner::Timed timed) {
+  void add_timed(const std::shared_ptr<Measurement>& measurement, OverlapTuner::TimedCall timed) {
     const std::lock_guard lock(mutex_);
-    measured->tuner.add(std::move(timed));
+    measurement->tuner.add(std::move(timed));
   }
 
   std::mutex& mutex() const { return mutex_; }
@@ -120,9 +120,9 @@ class Table {
     const std::lock_guard lock(mutex_);
     auto all = presets_;
     groups_.for_each([&](const Measurements& measurements) {
-      for (const auto& [kind, measured] : measurements) {
-        if (!measured->ratio.has_value() || presets_.contains(kind)) continue;
-        const auto ratio = *measured->ratio;
+      for (const auto& [kind, measurement] : measurements) {
+        if (!measurement->ratio.has_value() || presets_.contains(kind)) continue;
+        const auto ratio = *measurement->ratio;
         const auto [found, is_new] = all.try_emplace(kind, entry(kind, ratio));
         // If two groups disagree, report the entry that chunks less; 0 means no measurement.
         if (!is_new && (found->second.ratio == 0 || !(ratio <= found->second.ratio))) {
@@ -147,7 +147,7 @@ class Table {
   }
 
  private:
-  using Measurements = std::map<Kind, std::shared_ptr<Measured>>;
+  using Measurements = std::map<Kind, std::shared_ptr<Measurement>>;
 
   static OverlapEntry entry(const Kind& kind, double ratio) {
     return {kind.op,
@@ -200,12 +200,12 @@ Votes exchange_votes(std::string_view op,
 // Exchanges votes with the other ranks and sets the ratio, unless more calls must be timed.
 // Releases `lock`, which holds the table's mutex, while it waits for the device or the ranks: other
 // threads may have to make progress first.
-void agree(Measured& measured,
+void agree(Measurement& measurement,
            std::unique_lock<std::mutex>& lock,
            std::string_view op,
            const ProcessGroupPtr& group,
            const c10::Device& device) {
-  const auto timed = measured.tuner.take_timed();
+  const auto timed = measurement.tuner.take_timed();
   lock.unlock();
   std::vector<double> seconds_per_row;
   for (const auto& each : timed) {
@@ -213,14 +213,14 @@ void agree(Measured& measured,
   }
   lock.lock();
   for (std::size_t i = 0; i < timed.size(); ++i) {
-    measured.tuner.record(timed[i].own_features, timed[i].is_chunked, seconds_per_row[i]);
+    measurement.tuner.record(timed[i].own_features, timed[i].is_chunked, seconds_per_row[i]);
   }
-  const Votes own{measured.tuner.worst_ratio(), measured.tuner.lacks_samples()};
+  const Votes own{measurement.tuner.worst_ratio(), measurement.tuner.lacks_samples()};
   lock.unlock();
   const auto votes = exchange_votes(op, own, group, device);
   lock.lock();
-  if (!measured.tuner.extend_timing(votes.any_rank_lacks_samples)) {
-    measured.ratio = votes.worst_ratio;
+  if (!measurement.tuner.extend_timing(votes.any_rank_lacks_samples)) {
+    measurement.ratio = votes.worst_ratio;
   }
 }
 
@@ -274,8 +274,8 @@ OverlapChoice::OverlapChoice(std::string_view op,
                   std::string(c10::getDtypeNames(like.scalar_type()).first),
                   like.device().is_cpu() ? "cpu" : c10::DeviceTypeName(like.device().type(), true),
                   group->getSize(),
-                  rounded_up(communication.num_rows),
-                  rounded_up(communication.row_bytes)};
+                  round_up(communication.num_rows),
+                  round_up(communication.row_bytes)};
   auto& table = Table::instance();
   if (const auto preset = table.preset(kind)) {
     rows_per_chunk_ = *preset ? rows : 0;
@@ -285,33 +285,33 @@ OverlapChoice::OverlapChoice(std::string_view op,
   if (at::globalContext().deterministicAlgorithms()) {
     return;
   }
-  const auto measured = table.measured(kind, group);
+  const auto measurement = table.measurement(kind, group);
   std::unique_lock lock(table.mutex());
-  if (!measured->ratio.has_value() && !can_time(like.device())) {
+  if (!measurement->ratio.has_value() && !can_time(like.device())) {
     return;
   }
-  if (!measured->ratio.has_value() && measured->tuner.must_exchange()) {
-    agree(*measured, lock, op, group, like.device());
+  if (!measurement->ratio.has_value() && measurement->tuner.must_exchange()) {
+    agree(*measurement, lock, op, group, like.device());
   }
-  if (measured->ratio.has_value()) {
-    rows_per_chunk_ = gains(*measured->ratio) ? rows : 0;
+  if (measurement->ratio.has_value()) {
+    rows_per_chunk_ = gains(*measurement->ratio) ? rows : 0;
     return;
   }
-  const bool is_chunked = measured->tuner.next_is_chunked();
+  const bool is_chunked = measurement->tuner.next_is_chunked();
   rows_per_chunk_ = is_chunked ? rows : 0;
-  const bool is_warm = measured->tuner.is_warm();
+  const bool is_warm = measurement->tuner.is_warm();
   lock.unlock();
   if (is_warm) {
-    record_ = [measured, is_chunked, communication](std::unique_ptr<Stopwatch> stopped) {
+    record_ = [measurement, is_chunked, communication](std::unique_ptr<Stopwatch> stopped) {
       Table::instance().add_timed(
-          measured,
+          measurement,
           {communication.own_features, is_chunked, communication.num_rows, std::move(stopped)});
     };
     watch_ = start_stopwatch(like.device());
   }
 }
 
-void OverlapChoice::done() {
+void OverlapChoice::end_timing() {
   if (watch_) {
     watch_->stop();
     record_(std::move(watch_));

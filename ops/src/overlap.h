@@ -20,7 +20,8 @@ struct Communication {
   std::int64_t num_rows;    // of the full sequence
   std::int64_t row_bytes;   // of one row, in the widest tensor that is communicated
   std::int64_t row_tokens;  // tokens in one row
-  // The sharded dim of this rank's weight. The time depends on it, and it may differ between ranks.
+  // The size of the sharded dim of this rank's weight. The time depends on this size, which may
+  // differ between ranks.
   std::int64_t own_features;
 };
 
@@ -32,8 +33,8 @@ Communication communication_of(const at::Tensor& x,
                                std::int64_t own_features,
                                std::optional<std::int64_t> features = std::nullopt);
 
-// The constructor chooses, and may communicate to do so; done() ends the measurement if this call
-// is timed. All ranks of the group must construct the same choices in the same order.
+// The constructor chooses, and may communicate to do so; end_timing() ends the measurement if this
+// call is timed. All ranks of the group must construct the same choices in the same order.
 class OverlapChoice {
  public:
   // `like` has the dtype and device of the call. REQUIRES: group is not null.
@@ -45,7 +46,7 @@ class OverlapChoice {
   bool is_chunked() const { return rows_per_chunk_ > 0; }
   // The rows of each rank's shard per chunk; 0 for unchunked communication.
   std::int64_t rows_per_chunk() const { return rows_per_chunk_; }
-  void done();
+  void end_timing();
 
  private:
   std::int64_t rows_per_chunk_ = 0;

@@ -43,14 +43,14 @@ class OverlapTuner {
   }
 
   // A call that has returned; the device may still be executing it.
-  struct Timed {
+  struct TimedCall {
     std::int64_t own_features;
     bool is_chunked;
     std::int64_t num_rows;
     std::unique_ptr<Stopwatch> watch;
   };
-  void add(Timed timed) { timed_.push_back(std::move(timed)); }
-  std::vector<Timed> take_timed() { return std::exchange(timed_, {}); }
+  void add(TimedCall timed) { timed_.push_back(std::move(timed)); }
+  std::vector<TimedCall> take_timed() { return std::exchange(timed_, {}); }
 
   void record(std::int64_t own_features, bool is_chunked, double seconds_per_row) {
     times_[own_features].at(is_chunked ? 1 : 0).push_back(seconds_per_row);
@@ -98,7 +98,7 @@ class OverlapTuner {
   bool first_is_chunked_ = false;
   int num_calls_ = 0;
   int num_to_time_ = kNumTimed;
-  std::vector<Timed> timed_;
+  std::vector<TimedCall> timed_;
   std::map<std::int64_t, Times> times_;
 };
 

@@ -26,8 +26,8 @@ T& process_wide() {
 template <typename T>
 class PerGroup {
  public:
-  // Returns the group's T, made at the first call. Moves those of destroyed groups to `gone`.
-  T& of(const ProcessGroupPtr& group, std::vector<T>& gone) {
+  // Returns the group's T, made at the first call. Moves the T of each destroyed group to `gone`.
+  T& find_or_make(const ProcessGroupPtr& group, std::vector<T>& gone) {
     std::erase_if(entries_, [&](auto& entry) {
       const bool is_gone = entry.second.group.expired();
       if (is_gone) {

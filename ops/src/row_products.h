@@ -1,7 +1,8 @@
 #pragma once
 
-// Matrix products of the rows of one chunk, for operators that use ChunkedSequence. Rows are the
-// first dim. Sums over chunks accumulate in float32, or float64 for float64.
+// Matrix products of the rows of one chunk, for operators that use ChunkedSequence. A row is one
+// index of the chunked dim, which comes first. Sums over chunks accumulate in float32, or float64
+// for float64.
 
 #include "shape.h"
 
@@ -17,8 +18,8 @@ std::vector<std::int64_t> row_sizes(const at::Tensor& x, std::int64_t dim, std::
 // Returns [rows, ..., features] as [tokens, features]; a copy where the strides require one.
 at::Tensor row_matrix(const at::Tensor& rows);
 
-// Computes out = rows matrix, or out = rows weightᵀ + bias, into `out` [rows, ..., features], of
-// any strides.
+// Computes out = rows @ matrix, or out = rows @ weightᵀ + bias, into `out` [rows, ..., features],
+// of any strides.
 void product_into(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& matrix);
 void linear_into(const at::Tensor& out,
                  const at::Tensor& rows,

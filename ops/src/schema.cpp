@@ -1,7 +1,7 @@
 // The schemas of all operators of weft. Those with a leading underscore are the building blocks of
-// the others and of their autograd formulas; they are registered so that compile and export see
-// each as one call. [0]: an empty tensor of that shape in place of a result that is absent or not
-// wanted.
+// the others and of their autograd formulas; they are registered so that torch.compile and
+// torch.export see each as one call. In the comments, [0] is an empty tensor in place of a result
+// that is absent or not wanted.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -103,7 +103,7 @@ TORCH_LIBRARY(weft, m) {
          "(Tensor, Tensor, Tensor)");
   define(m, "_sharded_linear_input_grad(Tensor grad_y, Tensor weight, str group_name) -> Tensor");
   define(m, "_sharded_linear_shard_grad(Tensor grad_y, Tensor x, str group_name) -> Tensor");
-  // (losses of the targets, normalizers [2, tokens] of the softmax)
+  // (losses, normalizers): see TokenLosses in cross_entropy_math.h.
   define(m,
          "_vocab_cross_entropy(Tensor logits, Tensor target, int vocab_start, str group_name, "
          "int? vocab_size, int ignore_index, float label_smoothing) -> (Tensor, Tensor)");
@@ -115,13 +115,13 @@ TORCH_LIBRARY(weft, m) {
          "_linear_cross_entropy(Tensor x, Tensor weight, Tensor target, int vocab_start, "
          "str group_name, int? vocab_size, int ignore_index, float label_smoothing) -> "
          "(Tensor, Tensor)");
-  // (grad_x of this rank's classes, grad_weight); [0] if not wanted.
+  // (the contribution of this rank's classes to grad_x, grad_weight); [0] if not wanted.
   define(m,
          "_linear_cross_entropy_backward(Tensor grad, Tensor x, Tensor weight, Tensor target, "
          "Tensor normalizers, int vocab_start, int num_classes, int ignore_index, "
          "float label_smoothing, bool wants_x, bool wants_weight) -> (Tensor, Tensor)");
-  // [tokens, 4]: largest logit, sum of exp(logit - largest), logit of the target, sum of the logits
-  // (0 if not wanted)
+  // [tokens, 4], of this rank's logits: largest logit, sum of exp(logit - largest), logit of the
+  // target (0 if another rank has it), sum of the logits (0 if not wanted).
   define(m,
          "_cross_entropy_statistics(Tensor logits, Tensor target, int vocab_start, "
          "int ignore_index, bool wants_sum) -> Tensor");
@@ -134,7 +134,8 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "_dropout_of_shard(Tensor x, int seed, float p, int inner, int size, int begin, "
          "int full_size) -> Tensor");
-  // (y, x + residual, mean, rstd); the sum is [0] without residual, the mean if not centered.
+  // (y, x + residual, mean, rstd); x + residual is [0] without residual, mean is [0] if not
+  // centered.
   define(m,
          "_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, bool centered, "
          "float eps) -> (Tensor, Tensor, Tensor, Tensor)");

@@ -63,7 +63,7 @@ at::Tensor all_gather_linear(const at::Tensor& x,
   } else {
     y = at::linear(all_gather(kGatherLinear, x, dim, size, group), weight, bias);
   }
-  overlap.done();
+  overlap.end_timing();
   return y;
 }
 
@@ -93,12 +93,13 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
   } else {
     y = reduce_scatter(kLinearScatter, at::linear(x, weight), dim, group);
   }
-  overlap.done();
+  overlap.end_timing();
   return bias.has_value() ? y.add_(*bias) : y;
 }
 
-// Gathers the saved shard of x again. Unchunked, the all-gather overlaps with the computation of
-// x's gradient, and the reduce-scatter of x's gradient with the computation of the weight's.
+// Gathers the saved shard of x again if the weight's gradient is wanted. Unchunked, this all-gather
+// overlaps with the computation of grad_x, and the reduce-scatter of grad_x with that of
+// grad_weight.
 std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& grad_y,
                                                               const at::Tensor& x,
                                                               const at::Tensor& weight,
@@ -145,7 +146,7 @@ std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& 
       grad_x = pending_grad_x->get();
     }
   }
-  overlap.done();
+  overlap.end_timing();
   return {grad_x, grad_weight};
 }
 
@@ -197,7 +198,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_reduce_scatter_backward(
     if (wants_weight) grad_weight = weight_grad(full_grad_y, x);
     if (wants_bias) grad_bias = bias_grad(full_grad_y);
   }
-  if (overlap.has_value()) overlap->done();
+  if (overlap.has_value()) overlap->end_timing();
   return {grad_x, grad_weight, grad_bias};
 }
 

@@ -1,6 +1,7 @@
 // Autograd and Meta kernels of all_gather_linear and linear_reduce_scatter. all_gather_linear does
-// not save the gathered input: its backward gathers the saved shard again. Each backward is one
-// operator, besides the local gradient of all_gather_linear's bias.
+// not save the gathered input: its backward gathers the saved shard again for the weight's
+// gradient. Each backward is one operator; only the gradient of all_gather_linear's bias, which
+// needs no communication, is computed outside of it.
 
 #include "autograd_support.h"
 #include "dispatch.h"

@@ -293,7 +293,7 @@ void check_classes(std::string_view op,
                     num_entries,
                     " classes from vocab_start ",
                     vocab_start,
-                    " on with vocab_size ",
+                    " on, with vocab_size ",
                     *vocab_size,
                     "; pass only the classes of this rank, without padding, and as vocab_size the "
                     "number of classes of all ranks.");

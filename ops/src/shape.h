@@ -43,8 +43,8 @@ struct ShardedDim {
 };
 
 // Checks the sequence arguments of column_row_mlp: x is this rank's shard along `sequence_dim`,
-// which must not be the last dim. Returns nullopt without a `sequence_dim`, which must then have no
-// `sequence_size` either.
+// which must not be the last dim. Returns nullopt without `sequence_dim`; `sequence_size` must then
+// be absent, too.
 std::optional<ShardedDim> mlp_sequence_dim(const at::Tensor& x,
                                            const std::optional<std::int64_t>& sequence_dim,
                                            const std::optional<c10::SymInt>& sequence_size,

@@ -1,9 +1,12 @@
 // The conjugate pairs that shard and gather tensors: the backward of each operator is its partner.
 //
-//   scatter_to_group            gather_from_group     the full tensor (on the right: its gradient)
-//                                                     is equal on all ranks
-//   reduce_scatter_to_sequence  gather_from_sequence  it differs, and is summed over the ranks
-//   all_to_all                  all_to_all
+//   shards                      gathers               the full tensor
+//   scatter_to_group            gather_from_group     is equal on all ranks
+//   reduce_scatter_to_sequence  gather_from_sequence  differs, and is summed over the ranks
+//   all_to_all                  all_to_all            does not exist
+//
+// "The full tensor" is the input of the operator that shards, and the gradient of the output of the
+// one that gathers.
 
 #include "autograd_support.h"
 #include "dispatch.h"

@@ -6,8 +6,8 @@ namespace weft::ops {
 
 namespace {
 
-// With symbolic sizes, the general formulas would hide from an exported program that no shard is
-// empty.
+// Returns whether all shards are known to have the same size. They get a formula of their own,
+// because the general one would hide from torch.export that no shard of a symbolic size is empty.
 bool is_even(const c10::SymInt& size, std::int64_t num_ranks) {
   return TORCH_STATICALLY_KNOWN_TRUE((size % num_ranks).sym_eq(0));
 }

@@ -14,7 +14,8 @@ class Stopwatch {
  public:
   virtual ~Stopwatch() = default;
   virtual void stop() = 0;
-  // Waits until the device has reached the stop; returns the time from the start to it.
+  // Waits until the device has done what was submitted before stop(); returns the time from start
+  // to stop.
   virtual double seconds() const = 0;
 };
 

@@ -1,10 +1,10 @@
 // Device kernels of the vocabulary-parallel cross-entropy and its gradients: from this rank's
 // logits, or from hidden states and this rank's rows of the output matrix.
 //
-// Logits that must be computed, or copied for the kernels, are processed in chunks of tokens:
-// besides its inputs and results, a rank holds the logits of one chunk. One all-gather exchanges
-// four numbers per token. The inputs and two numbers per token are saved; the backward recomputes
-// the rest.
+// Logits that must be computed, or copied because their rows are not contiguous, are processed in
+// chunks of tokens: besides its inputs and results, a rank holds the logits of one chunk. One
+// all-gather exchanges four numbers per token. The inputs and two numbers per token are saved; the
+// backward recomputes the rest.
 
 #include "autograd_support.h"
 #include "cross_entropy_math.h"
@@ -28,8 +28,8 @@ namespace {
 constexpr std::string_view kLoss = "weft::vocab_parallel_cross_entropy";
 constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
 
-// Bytes of the logits of a chunk that are copied, which should stay in the caches, or computed:
-// matrix products are faster in larger chunks.
+// Bytes of a chunk's logits. Copied logits should stay in the caches; for computed ones, matrix
+// products are faster in larger chunks.
 constexpr std::int64_t kLogitsChunkBytes = std::int64_t{4} << 20;
 constexpr std::int64_t kProductChunkBytes = std::int64_t{32} << 20;
 
@@ -178,8 +178,8 @@ LossesAndNormalizers linear_cross_entropy(const at::Tensor& x,
                    });
 }
 
-// Returns grad_x of this rank's classes, which the caller sums over the group, and grad_weight;
-// each is [0] if not wanted.
+// Returns the contribution of this rank's classes to grad_x, which the caller sums over the group,
+// and grad_weight; each has shape [0] if not wanted.
 std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tensor& grad,
                                                                  const at::Tensor& x,
                                                                  const at::Tensor& weight,

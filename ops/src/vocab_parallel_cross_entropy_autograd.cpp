@@ -1,5 +1,5 @@
-// vocab_parallel_cross_entropy and vocab_parallel_linear_cross_entropy: the registered operators,
-// their gradients and their Meta kernels. vocab_parallel_cross_entropy.cpp has the device kernels.
+// vocab_parallel_cross_entropy and vocab_parallel_linear_cross_entropy: the public operators, their
+// autograd formulas and the Meta kernels. vocab_parallel_cross_entropy.cpp has the device kernels.
 
 #include "autograd_support.h"
 #include "cross_entropy_math.h"
@@ -36,7 +36,8 @@ at::Tensor reduced(const at::Tensor& losses,
   return reduction == "sum" ? sum : sum.div(target.ne(ignore_index).sum());
 }
 
-// The arguments that both operators share, and the number of classes of all ranks together.
+// The arguments that both operators have, and the number of classes of all ranks together. The
+// backward has no vocab_size: it needs only num_classes.
 struct LossCall {
   std::int64_t vocab_start;
   std::string group_name;
@@ -231,7 +232,7 @@ at::Tensor vocab_parallel_linear_cross_entropy_autograd(const at::Tensor& x,
       LinearCrossEntropy::apply(x, weight, target, call), target, ignore_index, reduction);
 }
 
-// Returns uninitialized losses and normalizers. `logits`: any tensor of their dtype.
+// Returns uninitialized losses and normalizers. `logits`: any tensor of the logits' dtype.
 LossesAndNormalizers losses_meta(const at::Tensor& target, const at::Tensor& logits) {
   const auto options = logits.options().dtype(loss_dtype(logits));
   return {at::empty_symint(target.sym_sizes(), options),

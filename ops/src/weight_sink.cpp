@@ -21,8 +21,8 @@ auto node_of(const at::Tensor& weight) {
 }
 
 // Returns whether the running backward accumulates the gradient that `node` receives into a leaf: a
-// chain of nodes with one input each, such as casts and views, leads to it, and the backward
-// neither leaves the leaf out nor returns its gradient, as torch.autograd.grad may.
+// chain of nodes with one input each, such as casts and views, leads to the leaf, and the backward
+// neither leaves the leaf out nor, as torch.autograd.grad does, returns its gradient.
 bool accumulates(const Node* node) {
   while (node != nullptr && node->num_outputs() == 1 && node->next_edge(0).is_valid()) {
     node = node->next_edge(0).function.get();

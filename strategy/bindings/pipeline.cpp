@@ -192,10 +192,10 @@ void bind_simulation(py::module_& module) {
 }
 
 template <typename Value>
-Value at_or(const std::vector<Value>& values, size_t i, const char* name, size_t wanted) {
-  if (!values.empty() && values.size() != wanted) {
+Value at_or_zero(const std::vector<Value>& values, size_t i, const char* name, size_t num_layers) {
+  if (!values.empty() && values.size() != num_layers) {
     throw std::invalid_argument("partition: " + std::to_string(values.size()) + " " + name +
-                                " for " + std::to_string(wanted) +
+                                " for " + std::to_string(num_layers) +
                                 " layers; pass one for each, or none");
   }
   return values.empty() ? Value{} : values[i];
@@ -211,9 +211,10 @@ Partition make_partition(const std::vector<double>& times,
   std::vector<LayerCost> layers;
   const size_t count = times.size();
   for (size_t i = 0; i < count; ++i) {
-    layers.push_back({.time = times[i],
-                      .activation_bytes = at_or(activation_bytes, i, "activation_bytes", count),
-                      .parameter_bytes = at_or(parameter_bytes, i, "parameter_bytes", count)});
+    layers.push_back(
+        {.time = times[i],
+         .activation_bytes = at_or_zero(activation_bytes, i, "activation_bytes", count),
+         .parameter_bytes = at_or_zero(parameter_bytes, i, "parameter_bytes", count)});
   }
   return partition(layers,
                    {.num_stages = num_stages,

@@ -26,7 +26,9 @@ namespace weft::strategy {
 namespace {
 
 using AxisPair = std::pair<std::string, int64_t>;
+// (pattern, style, heads)
 using RuleTriple = std::tuple<std::string, std::string, std::optional<std::string>>;
+// The fields of a Rule, in the order of its Python constructor.
 using RuleFields = std::tuple<std::string,
                               std::string,
                               std::optional<std::string>,

@@ -39,7 +39,7 @@ class Mesh:
         """The global rank at these coordinates; the inverse of `coordinates`. ValueError: one is outside its axis."""
 
     def group(self, axis: str, global_rank: int) -> list[int]:
-        """The global ranks, ascending, whose coordinates differ from this rank's along `axis` only, including it."""
+        """The global ranks, ascending, that differ from `global_rank` in no coordinate but that along `axis`."""
 
     def groups(self, axis: str) -> list[list[int]]:
         """All groups along `axis`, ordered by first rank. Every rank is in exactly one of them."""
@@ -106,7 +106,7 @@ class Plan:
         Rules that give a module the same style are merged into one rule that has the options of all of them. The styles
         column_row_mlp, attention, sequence_parallel and ignore own the modules below: a module below that has the same
         style, and no options or the same options, is left out. ValueError: a pattern that matches no module; rules that
-        disagree on a module, or with the owner above it.
+        disagree on a module, or with the rule of an owner above it.
         """
 
     def to_json(self) -> str:
@@ -151,8 +151,8 @@ class TrainingSpec:
 
     `plan` None: "auto". The batch of each data-parallel rank has `sequences` sequences of `tokens` tokens. `precision`:
     "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed". `optimizer`: "SGD", "SGD with momentum", "Adam",
-    "AdamW", "Adagrad". `activation_checkpointing`: "none", "selective", "full". The other options are those of the
-    same names of the strategies for Lightning. ValueError: an unknown name.
+    "AdamW", "Adagrad". `activation_checkpointing`: "none", "selective", "full". The other options are those
+    of the Lightning strategies. ValueError: an unknown name.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class Schedule:
     @property
     def has_backward(self) -> bool: ...
     def check(self, channel_capacity: int = 0) -> None:
-        """Raise ValueError, naming the first action at fault, unless the schedule is complete and does not deadlock.
+        """Raise ValueError unless the schedule is complete and cannot deadlock; most errors name an action.
 
         `channel_capacity`: the number of messages that each channel (one boundary between stages in one direction)
         buffers before their receives are posted; with 0, a send blocks until its receive is posted.

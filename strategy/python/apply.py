@@ -125,7 +125,7 @@ _UNCHANGED = -1  # the dim of a parameter that a rule leaves unchanged
 
 
 def _stacklevel_of_caller() -> int:
-    """Return the `stacklevel`, for a warning of the caller, of the first frame outside of weft, Lightning and torch."""
+    """Return the `stacklevel` that makes the caller's warning point outside of weft, Lightning and torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -176,13 +176,13 @@ def parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int 
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raise for modules that would silently keep using a parameter that is about to be replaced."""
+    """Raise for modules that cannot be sharded, or would keep using parameters that are about to be replaced."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module_name, module in model.named_modules():
         parameters = [p for p in module._parameters.values() if p is not None]
         if isinstance(module, CheckpointedModule):
             raise ValueError(
-                f"parallelize: '{module_name}' is checkpointed already, which its new forward would not be; call "
+                f"parallelize: '{module_name}' is checkpointed already, and its new forward would not be; call "
                 "checkpoint_activations after parallelize."
             )
         shown = f"'{module_name}'" if module_name else "the model itself"
@@ -219,7 +219,7 @@ def _held_parameters(attribute: str, value: object) -> Iterable[nn.Parameter]:
 
 
 def _replace_parameters(model: nn.Module, mesh: DeviceMesh | None, dims: dict[int, int | None]) -> str:
-    """Replace parameters one at a time, so that each full one is freed before the next is sharded.
+    """Replace parameters one at a time, so that each full parameter is freed before the next is sharded.
 
     Without a mesh they become plain parameters.
 
@@ -235,7 +235,7 @@ def _replace_parameters(model: nn.Module, mesh: DeviceMesh | None, dims: dict[in
     materialized: list[str] = []
     for parameter_id, holders in owners.items():
         module_name, module, name = holders[0]
-        # A variable for the parameter would keep it until the next one is sharded.
+        # A variable for the full parameter would keep it alive until the next one is sharded.
         if mesh is None:
             new, was_full = to_plain(cast("nn.Parameter", module._parameters[name])), False
         else:

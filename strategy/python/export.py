@@ -30,9 +30,9 @@ def export_local(model: nn.Module) -> nn.Module:
     `weft.nn.rebind_group`.
 
     Raises:
-        ValueError: parameters are also sharded by fully_shard, or on the meta device; or a module computes what a plain
+        ValueError: parameters are also sharded by fully_shard, or on the meta device; a module computes what a plain
             copy would not: on a shard of the sequence, in a precision of its own, with summed gradients, with dropout
-            on shards in train mode, or an embedding with a forward of its own or a trainable padding row.
+            on shards in train mode; or an embedding has a forward of its own or a trainable padding row.
     """
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):

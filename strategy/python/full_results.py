@@ -2,7 +2,7 @@
 
 A loss term, a norm for the log or an exponential average reads `self.parameters()`, some of which are sharded, and
 combines the results with plain tensors. DTensor raises for most operations that mix both. `FullResults` computes on the
-shards where DTensor can, and returns full results.
+shards where DTensor can, and gathers where it cannot; numbers are returned in full.
 """
 
 from __future__ import annotations
@@ -96,10 +96,11 @@ def local_parameters() -> Iterator[None]:
     (such as those of `parameters()`) is a plain tensor with the value and the gradients of one device; an operation
     with a DTensor and a plain tensor, or a DTensor on another mesh, all-gathers. So all ranks must run the same code.
 
-    The Trainer runs steps, and the hooks between a backward and the optimizer's step, inside this context. Other code
+    The Trainer runs steps, and the hooks between a backward and the optimizer's step, inside this context; with a plan,
+    Trainer and Fabric also run in it the step of an optimizer that is not known to step each element alone. Other code
     that computes with parameters (a Fabric loop, a `generate` method) must enter it. Inside the forward of a
-    parallelized module only the first sentence holds: attributes of replicated parameters are local tensors. Contexts
-    can be nested, and hold for the calling thread.
+    parallelized module this context has one effect: attributes of replicated parameters are local tensors. Contexts can
+    be nested, and hold for the calling thread.
     """
     with reading_locals(FullResults()):
         yield

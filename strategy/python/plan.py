@@ -16,7 +16,7 @@ from weft.strategy.planning.auto import assign_auto
 from weft.strategy.planning.hugging_face import assign_hugging_face
 from weft.strategy.planning.plan_text import KINDS, PRESETS, Style, from_mapping, from_text, load
 from weft.strategy.planning.rules import assign_explicit
-from weft.strategy.planning.torch_styles import without_objects
+from weft.strategy.planning.torch_styles import replace_torch_styles
 from weft.strategy.recognition.assignments import Assignments
 from weft.strategy.reports.report_table import Report, report
 from weft.strategy.verification.evidence import MODES
@@ -38,17 +38,17 @@ class Plan:
               "huggingface", the plan that a model of transformers brings with it; the path of a file (.yaml, .yml,
               .json) with such a dict; such a dict as YAML or JSON text; the dotted name of such a callable,
               "mypackage.plans.llama", which is imported.
-        sequence_parallel: shard the activations between the repeated blocks' layers along the sequence, which is the
-            last dim but one of the blocks' first input. The other modules of the blocks must treat each token by
-            itself: norms, dropout, residual sums.
+        sequence_parallel: in repeated blocks, shard the activations between the layers that the plan shards along the
+            sequence, the last dim but one of a block's first input. The other modules of the blocks must treat each
+            token by itself: norms, dropout, residual sums.
         verify: "auto" (default): layers that "auto", "huggingface" or the style `attention` would shard by heads are
             compared with the unsharded code (`weft.strategy.verification`), and their activations are gathered if the
             results differ; explicit column and row rules are compared, too, and a difference is a warning. "always": a
-            difference under such a rule, or a layer that cannot be compared, raises ValueError. "never": nothing is
-            compared.
+            difference under an explicit rule, or a layer that cannot be compared, raises ValueError. "never": none of
+            these comparisons is made; an MLP's forward is still compared with the fused operator that replaces it.
         example: the arguments with which verification calls the model: a tensor, a tuple of positional or a dict of
-            keyword arguments. None: a LightningModule's `example_input_array`, or inputs that follow from the model's
-            first layer.
+            keyword arguments. None: the model's `example_input_array`, or inputs that follow from its Hugging Face
+            config or its first layers.
 
     Raises:
         ValueError: an unknown style, a malformed pattern, two values for one pattern, a string that is none of these.
@@ -73,7 +73,7 @@ class Plan:
         elif isinstance(rules, _plan.Plan):
             self._rules = rules
         elif isinstance(rules, Mapping):
-            self._rules = from_mapping(without_objects(rules))
+            self._rules = from_mapping(replace_torch_styles(rules))
         elif isinstance(rules, os.PathLike):
             self._rules = from_mapping(load(Path(rules).read_text(encoding="utf-8"), f"file {rules}"))
         elif isinstance(rules, str):
@@ -143,12 +143,12 @@ class Plan:
         """Return the styles of the modules; raises ValueError, naming modules, for rules that do not fit the model."""
         if self.preset:
             if self.is_auto:
-                return assign_auto(model, tp_size, self.verify, self.example, for_sequences=self.sequence_parallel)
+                return assign_auto(model, tp_size, self.verify, self.example, shards_sequence=self.sequence_parallel)
             return assign_hugging_face(model, tp_size, self.verify, self.example)
         return assign_explicit(model, self.rules_for(model), tp_size, self.verify, self.example)
 
     def key(self) -> Any:
-        """Return a key that is equal for plans that give equal styles; `verify` and `example` are not part of it."""
+        """Return a key of the rules and of `sequence_parallel`; `verify` and `example` are not part of it."""
         return self.preset or self._callable or self._rules, self.sequence_parallel
 
     def offloads(self, model: nn.Module) -> bool:
@@ -160,7 +160,7 @@ class Plan:
         if self._callable is None:
             return self._fixed_rules()
         styles = {name: self._callable(name, module) for name, module in model.named_modules()}
-        return from_mapping(without_objects({name: style for name, style in styles.items() if style is not None}))
+        return from_mapping(replace_torch_styles({name: style for name, style in styles.items() if style is not None}))
 
     def _fixed_rules(self) -> _plan.Plan:
         if self._rules is None:

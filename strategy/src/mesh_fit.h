@@ -9,7 +9,7 @@
 namespace weft::strategy::detail {
 
 // Returns the given axes with other sizes, whose product is `world_size`: at most `max_choices`
-// alternatives, those that keep the most sizes first, then those that change the rest least.
+// alternatives, ordered by how many sizes change, then by how much they change in all.
 // REQUIRES: at least one axis, 1 <= world_size <= Mesh::kMaxSize.
 std::vector<std::vector<Axis>> nearest_axes(const std::vector<Axis>& axes,
                                             int64_t world_size,

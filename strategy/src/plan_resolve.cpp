@@ -122,7 +122,7 @@ Rule merge(const Match& match) {
   return merged;
 }
 
-bool has_options_of(const Rule& rule, const Rule& other) {
+bool is_same_except_pattern(const Rule& rule, const Rule& other) {
   Rule same = rule;
   same.pattern = other.pattern;
   return same == other;
@@ -175,7 +175,7 @@ std::vector<Assignment> Plan::resolve(std::span<const std::string> module_names)
       result.push_back(assignment);
     } else if (const Rule& above = *owner->second;
                assignment.rule.style != above.style ||
-               (has_options(assignment.rule) && !has_options_of(assignment.rule, above))) {
+               (has_options(assignment.rule) && !is_same_except_pattern(assignment.rule, above))) {
       throw_below_owner(assignment.module, assignment.rule, *owner);
     }
   }

@@ -25,6 +25,7 @@ bool is_plain_char(char c) {
 }
 
 // Whether YAML reads the unquoted word as this string, not as an alias, a number, a boolean, ...
+// edit_distance ignores case.
 bool is_plain(std::string_view text) {
   constexpr std::array<std::string_view, 9> kOtherTypes = {
       "null", "true", "false", "yes", "no", "on", "off", "y", "n"};
@@ -104,7 +105,7 @@ class LineParser {
     } else if (key == "offload") {
       rule.offload = boolean();
     } else if (key == "precision") {
-      rule.precision = named("a precision", parse_compute_dtype);
+      rule.precision = parse_named("a precision", parse_compute_dtype);
     } else {
       return false;
     }
@@ -136,7 +137,7 @@ class LineParser {
 
   std::string scalar(std::string_view what) {
     if (next() == '"') {
-      return quoted();
+      return quoted_scalar();
     }
     const size_t end = std::min(line_.find_first_of(" \t:,{}", position_), line_.size());
     const std::string_view word = line_.substr(position_, end - position_);
@@ -149,7 +150,7 @@ class LineParser {
     return std::string(word);
   }
 
-  std::string quoted() {
+  std::string quoted_scalar() {
     std::string result;
     for (++position_; position_ < line_.size(); ++position_) {
       char c = line_[position_];
@@ -179,10 +180,10 @@ class LineParser {
     return word == "true";
   }
 
-  Style style() { return named("a style", parse_style); }
+  Style style() { return parse_named("a style", parse_style); }
 
   template <typename Parse>
-  auto named(std::string_view what, Parse read) -> decltype(read(std::string_view())) {
+  auto parse_named(std::string_view what, Parse read) -> decltype(read(std::string_view())) {
     const std::string word = scalar(what);
     try {
       return read(word);

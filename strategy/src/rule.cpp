@@ -35,7 +35,7 @@ bool is_attribute_name(std::string_view text) {
                                            const char* remedy) {
   const std::string name = option.substr(0, option.find(' '));
   throw std::invalid_argument("plan: pattern " + quote(rule.pattern) + ": " + option +
-                              " means nothing to style " + quote(to_string(rule.style)) +
+                              " is not supported by style " + quote(to_string(rule.style)) +
                               "; remove " + name + " or use " + remedy);
 }
 
@@ -112,11 +112,11 @@ void check_rule(const Rule& rule) {
   if (rule.recompute && !may_recompute(rule.style)) {
     throw_unsupported_option(rule, "recompute", "style 'column_row_mlp'");
   }
-  const bool takes_none = rule.style == Style::kVocabHead || rule.style == Style::kIgnore;
-  if (rule.offload && takes_none) {
+  const bool takes_no_options = rule.style == Style::kVocabHead || rule.style == Style::kIgnore;
+  if (rule.offload && takes_no_options) {
     throw_unsupported_option(rule, "offload", "another style");
   }
-  if (rule.precision && takes_none) {
+  if (rule.precision && takes_no_options) {
     throw_unsupported_option(
         rule, "precision = " + quote(to_string(*rule.precision)), "another style");
   }

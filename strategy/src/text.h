@@ -17,7 +17,7 @@ std::string_view trim(std::string_view text);
 // "a.b.c" -> {"a", "b", "c"}; the views borrow from `text`. An empty text gives one empty view.
 std::vector<std::string_view> split(std::string_view text, char separator);
 
-// Parses a decimal integer; nullopt if there is anything before or after it.
+// Parses a decimal integer; nullopt if there is anything before or after it, or if it overflows.
 std::optional<int64_t> parse_integer(std::string_view text);
 
 std::string join(std::span<const std::string> parts, std::string_view separator);

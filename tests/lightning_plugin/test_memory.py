@@ -129,7 +129,7 @@ def test_optimizers_are_fused_if_possible_and_wanted(rank: int, world_size: int,
         [group] = strategy.optimizers[0].param_groups
         assert bool(group.get("fused")) == (fused_optimizers and not has_rmsprop)
     assert [text for text in log_lines if "built in full" not in text and not text.startswith("weft: ")] == [
-        "weft has AdamW use its fused kernels, without temporaries; fused_optimizers=False prevents it.",
+        "weft makes AdamW use its fused kernels, without temporaries; fused_optimizers=False prevents it.",
         "weft leaves RMSprop as it is: RMSprop has no fused variant.",
     ]
 

@@ -144,7 +144,7 @@ def test_iterator_and_unknown_name_raise(rank: int, world_size: int, tmp_path: P
         (
             {"pipeline_cuts": [], "pipeline_module": "model", "micro_batch_shares": [1, 2], "split_batch": torch.chunk},
             ValueError,
-            "micro_batch_shares and split_batch, which cuts in sizes of its own; leave one out",
+            "micro_batch_shares and split_batch, which sets the sizes itself; leave one out",
         ),
         (
             {"pipeline_cuts": [], "pipeline_module": "model", "micro_batch_shares": [1, -2]},

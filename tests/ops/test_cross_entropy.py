@@ -269,7 +269,7 @@ def test_errors_leave_group_usable(rank: int) -> None:
         "got label_smoothing 1.5; pass a number from 0 to 1": {"label_smoothing": 1.5},
         "got reduction 'average'; pass 'none', 'mean' or 'sum'": {"reduction": "average"},
         "got vocab_start -1": {"vocab_start": -1},
-        "got 4 classes from vocab_start 6 on with vocab_size 8": {"vocab_start": 6},
+        "got 4 classes from vocab_start 6 on, with vocab_size 8": {"vocab_start": 6},
         "no process group of this process": {"group_name": "nowhere"},
     }.items():
         _check_error(rank, text, invalid)

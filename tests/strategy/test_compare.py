@@ -315,7 +315,7 @@ def test_replies_of_failed_ranks() -> None:
 
     import_error = raised(build_model, "no_such_module:name", torch.float64, None, 0)
     assert (
-        encode_error(1, import_error)[0] == "refused"
+        encode_error(1, import_error)[0] == "invalid"
         and "'no_such_module:name' cannot be imported" in encode_error(1, import_error)[1]
     )
     kind, text = encode_error(1, raised(int, "x"))

@@ -148,7 +148,7 @@ def test_plan_of_config(world_size: int) -> None:
 def test_errors(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     with pytest.raises(
-        ValueError, match=r"cuts the heads of 'model.layers.0.self_attn', but its 2 key heads do not divide"
+        ValueError, match=r"shards 'model.layers.0.self_attn' by heads, but its 2 key heads do not divide"
     ):
         weft.parallelize(language_model("llama"), mesh, "huggingface")
     with pytest.raises(ValueError, match=r"finds no model with a plan of its own .* in a Llama"):

@@ -108,7 +108,7 @@ def test_resolve_matches_the_names_of_a_torch_module() -> None:
         ),
         (
             lambda: Plan([Rule("wq", "row", recompute=True)]),
-            "plan: pattern 'wq': recompute means nothing to style 'row'; remove recompute or use style "
+            "plan: pattern 'wq': recompute is not supported by style 'row'; remove recompute or use style "
             "'column_row_mlp'",
         ),
         (

@@ -258,9 +258,15 @@ def test_errors(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"style": "row", "recompute": True}, "recompute means nothing to style 'row'; remove recompute or use style"),
-        ({"style": "vocab_head", "offload": True}, "offload means nothing to style 'vocab_head'; remove offload"),
-        ({"style": "ignore", "precision": "float16"}, "precision = 'float16' means nothing to style 'ignore'; remove"),
+        (
+            {"style": "row", "recompute": True},
+            "recompute is not supported by style 'row'; remove recompute or use style",
+        ),
+        ({"style": "vocab_head", "offload": True}, "offload is not supported by style 'vocab_head'; remove offload"),
+        (
+            {"style": "ignore", "precision": "float16"},
+            "precision = 'float16' is not supported by style 'ignore'; remove",
+        ),
         (
             {"style": "row", "precision": "float64"},
             "unknown precision 'float64': use one of float32, bfloat16, float16",

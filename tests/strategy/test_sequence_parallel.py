@@ -244,11 +244,11 @@ def test_unshardable_models_raise(world_size: int) -> None:
         sequence_parallel(Biased(), world_size, {"blocks.*.mlp": "column_row_mlp"})
     with pytest.raises(ValueError, match=r"'h.0.attn', a Gpt2Attention, is left unsharded"):
         sequence_parallel(Gpt2(), world_size, {"h.*.mlp": "column_row_mlp"})
-    with pytest.raises(ValueError, match="is no module of its own inside a block"):
+    with pytest.raises(ValueError, match="is no module of its own, inside a block"):
         sequence_parallel(EncoderClassifier(), world_size)
-    with pytest.raises(ValueError, match="finds no repeated blocks with layers that the plan cuts"):
+    with pytest.raises(ValueError, match="finds no repeated blocks with layers that the plan shards"):
         sequence_parallel(FeedForward(8, 16), world_size, {"": "column_row_mlp"})
-    with pytest.raises(ValueError, match="finds no repeated blocks with layers that the plan cuts"):
+    with pytest.raises(ValueError, match="finds no repeated blocks with layers that the plan shards"):
         sequence_parallel(nn.ModuleList(FeedForward(8, 16) for _ in range(2)), world_size, {"*": "column_row_mlp"})
     model = Llama(LlamaArgs(n_layers=3))
     model.layers[2].ffn_norm = model.layers[0].ffn_norm

@@ -33,7 +33,7 @@ int64_t total(const std::vector<int64_t>& counts) {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});
 }
 
-// A hash, by which ranks compare lists.
+// Returns a hash of the dims for which the header has no room; ranks compare it instead.
 int64_t digest(std::span<const int64_t> sizes) {
   uint64_t sum = 0;
   for (const int64_t size : sizes) sum = sum * 0x9E3779B97F4A7C15ULL + static_cast<uint64_t>(size);

@@ -78,22 +78,22 @@ Staging Collective::staging_of(int64_t chunk,
 }
 
 void Collective::publish(const SharedState& shared, int rank) const {
-  const int buffer = static_cast<int>(header().sequence % 2);
-  shared.signature(rank, buffer) = header();
-  auto counts = shared.signature_counts(rank, buffer);
+  const int parity = static_cast<int>(header().sequence % 2);
+  shared.signature(rank, parity) = header();
+  auto counts = shared.signature_counts(rank, parity);
   std::ranges::copy(call_.send_counts, counts.begin());
   std::ranges::copy(call_.receive_counts, counts.begin() + shared.num_ranks());
 }
 
 void Collective::compare(const SharedState& shared) {
-  const int buffer = static_cast<int>(header().sequence % 2);
+  const int parity = static_cast<int>(header().sequence % 2);
   std::vector<Signature> by_rank;
   by_rank.reserve(static_cast<size_t>(shared.num_ranks()));
   const auto n = static_cast<size_t>(shared.num_ranks());
   for (int peer = 0; peer < shared.num_ranks(); ++peer) {
-    const SignatureHeader& header = shared.signature(peer, buffer);
-    const std::span<const int64_t> counts = shared.signature_counts(peer, buffer);
-    // The peer's own operation decides: a peer that called another operation may have no counts.
+    const SignatureHeader& header = shared.signature(peer, parity);
+    const std::span<const int64_t> counts = shared.signature_counts(peer, parity);
+    // The peer may have called an operation without counts.
     const size_t num_counts = has_counts(header.op) ? n : 0;
     by_rank.push_back({header, counts.first(num_counts), counts.last(num_counts)});
     num_chunks_ = std::max(num_chunks_, header.num_chunks);

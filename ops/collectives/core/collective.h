@@ -53,7 +53,7 @@ class Staging {
 struct CollectiveCursor {
   Barrier barrier;
   uint64_t sequence = 0;  // collectives begun
-  int buffer = 0;  // 0 or 1: the staging buffer of the first chunk of the current or next one
+  int buffer = 0;  // 0 or 1: the staging buffer of the first chunk of this or the next collective
 };
 
 class Collective : public Operation {
@@ -92,7 +92,7 @@ class Collective : public Operation {
   void compare(const SharedState& shared);
 
   CollectiveCall call_;
-  int64_t step_ = 0;  // the next one
+  int64_t step_ = 0;  // the next step
   int64_t num_chunks_ = 0;
   bool chunks_are_full_buffers_ = false;  // else halves
 };

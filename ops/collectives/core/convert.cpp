@@ -29,7 +29,7 @@ int64_t num_values(DType dtype, int64_t num_elements) {
 
 }  // namespace
 
-DType accumulate_dtype_of(DType dtype) {
+DType accumulation_dtype_of(DType dtype) {
   if (dtype == DType::kFloat16 || dtype == DType::kBFloat16) return DType::kFloat32;
   return dtype == DType::kComplex32 ? DType::kComplex64 : dtype;
 }

@@ -11,10 +11,10 @@ namespace weft::collectives {
 
 // Returns the accumulation dtype: float32 for the half types, complex64 for complex32, otherwise
 // `dtype` itself.
-DType accumulate_dtype_of(DType dtype);
+DType accumulation_dtype_of(DType dtype);
 
 // widen() converts to the accumulation dtype, narrow() back to `dtype`; narrow() rounds to nearest,
-// ties to even. REQUIRES: accumulate_dtype_of(dtype) != dtype.
+// ties to even. REQUIRES: accumulation_dtype_of(dtype) != dtype.
 void widen(DType dtype, const std::byte* in, std::byte* wide, int64_t num_elements);
 void narrow(DType dtype, const std::byte* wide, std::byte* out, int64_t num_elements);
 

@@ -35,10 +35,10 @@ uint32_t Doorbell::start_listening() {
   return num_rings_.load();
 }
 
-void Doorbell::sleep(uint32_t seen, std::chrono::microseconds max_time) {
+void Doorbell::sleep(uint32_t num_rings, std::chrono::microseconds max_time) {
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(max_time);
   const timespec timeout{seconds.count(), (max_time - seconds).count() * 1000};
-  futex(&num_rings_, FUTEX_WAIT, seen, &timeout);
+  futex(&num_rings_, FUTEX_WAIT, num_rings, &timeout);
 }
 
 void Doorbell::stop_listening() { is_listening_.store(0, std::memory_order_relaxed); }

@@ -11,9 +11,11 @@ namespace weft::collectives {
 // One per rank, in shared memory. A rank that changes something the owner may be waiting for rings
 // afterwards. The owner:
 //
-//   const uint32_t seen = doorbell.start_listening();
-//   if (nothing to do) doorbell.sleep(seen, max_time);  // returns at once if rung since `seen`
+//   const uint32_t num_rings = doorbell.start_listening();
+//   if (there is nothing to do) doorbell.sleep(num_rings, max_time);
 //   doorbell.stop_listening();
+//
+// sleep() returns at once if the doorbell has been rung since start_listening().
 //
 // Thread safety: ring() from any thread; the other three from one thread at a time.
 class alignas(64) Doorbell {
@@ -21,7 +23,7 @@ class alignas(64) Doorbell {
   void ring();
 
   uint32_t start_listening();
-  void sleep(uint32_t seen, std::chrono::microseconds max_time);
+  void sleep(uint32_t num_rings, std::chrono::microseconds max_time);
   void stop_listening();
 
  private:

@@ -155,7 +155,7 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   if (operation.is_done()) return;
   check_not_forked();
   if (driven_engine == this && operation.is_finishing()) return;  // all but its on_done is complete
-  if (timeout.count() > 0) {  // the driver sees it at its next check
+  if (timeout.count() > 0) {  // the driver reads the new deadline at its next check
     const auto until = Clock::now() + timeout;
     auto before = operation.deadline.load();
     while (until < before && !operation.deadline.compare_exchange_weak(before, until)) {
@@ -237,8 +237,8 @@ void Engine::drive(const Operation* until) {
       sched_yield();
       continue;
     }
-    const uint32_t seen = doorbell.start_listening();
-    if (!advance() && !is_over()) doorbell.sleep(seen, kCheckInterval);
+    const uint32_t num_rings = doorbell.start_listening();
+    if (!advance() && !is_over()) doorbell.sleep(num_rings, kCheckInterval);
     doorbell.stop_listening();
   }
 }

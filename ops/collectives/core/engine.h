@@ -28,7 +28,7 @@ class Engine final : public Group {
   // Joins the group: see rendezvous.h.
   Engine(const Store& store, const GroupOptions& options);
   // Leaves the group; operations that are not done fail. REQUIRES: not in a forked child, which has
-  // neither the memory nor the thread: see make_engine.
+  // neither the shared memory nor the background thread: see make_engine.
   ~Engine() override;
 
   OperationPtr make(CollectiveCall call) const override {
@@ -61,13 +61,13 @@ class Engine final : public Group {
   LateRanks late_ranks() const;
   // Fails the group on every rank; returns its first failure, which may be an earlier one.
   std::exception_ptr fail(ErrorKind kind, const std::string& text);
-  // Publishes the rank of another host that this rank waits for, or kNoRank: the others name it in
-  // the error when they find this rank late.
+  // Publishes the rank of another host that this rank waits for, or kNoRank. If this rank is late,
+  // the other ranks of this host name the published rank in their error.
   void publish_waiting(int remote_rank) {
     shared_.rank(options_.rank).waits_for.store(remote_rank, std::memory_order_relaxed);
   }
-  // Fails the group if the process of a rank has ended without leaving. For a caller that waits
-  // outside of this engine; `what`, in the error message, is the operation it waits for.
+  // Fails the group if the process of a rank has ended without leaving the group. For a caller that
+  // waits outside of this engine; `what` names the operation it waits for, for the error message.
   void check_peers(const std::string& what);
 
  private:
@@ -86,8 +86,9 @@ class Engine final : public Group {
   bool ended_without_leaving(int peer) const;
   std::exception_ptr fail_lost(int peer, const char* how, const std::string& what);
 
-  // REQUIRES: mutex_ held.
+  // Starts the background thread or wakes it. REQUIRES: mutex_ held.
   void wake_background();
+  // The background thread. REQUIRES: mutex_ not held.
   void run_in_background();
   // Starts an operation that has been queued. REQUIRES: `lock` holds mutex_.
   void begin(Operation& operation, bool in_background, std::unique_lock<std::mutex>& lock);

@@ -23,7 +23,7 @@ std::exception_ptr as_exception(const CollectiveError& error) {
 
 std::exception_ptr Engine::failure() const {
   if (fork_generation() != fork_generation_)
-    return nullptr;  // a forked child does not have the memory
+    return nullptr;  // a forked child does not have the shared memory
   const FailureRecord& record = shared_.control().failure;
   if (!record.is_set()) return nullptr;
   return as_exception(record.get());
@@ -64,7 +64,7 @@ void Engine::check_peers(const std::string& what) {
 }
 
 // Checks for lost peers and passed deadlines. A peer that left the group is an error only for ranks
-// that still need it; one that ended without leaving always is.
+// that still need it; a peer that ended without leaving is an error for all.
 void Engine::check_health() {
   if (collectives_.empty() && messages_.is_idle()) return;
   std::vector<bool> has_left;

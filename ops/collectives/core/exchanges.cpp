@@ -32,7 +32,7 @@ class Exchange : public Collective {
 };
 
 // A rank sends the same data to all ranks that receive it: all_gather, gather, broadcast, barrier.
-// It fills its staging buffer with its input, which the receiving ranks drain.
+// It copies its input to its staging buffer, from which the receiving ranks copy.
 class UniformExchange final : public Exchange {
  public:
   // outputs: by source rank, with null data for ranks from which this rank receives nothing. May

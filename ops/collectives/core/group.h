@@ -21,8 +21,8 @@ class Group {
   Group& operator=(const Group&) = delete;
   virtual ~Group() = default;
 
-  // Returns the operation that carries out `call`, to be submitted. A Message is itself an
-  // operation and can be submitted as it is.
+  // Returns the operation that carries out `call`, to be submitted. A Message (messages.h) is
+  // an operation and can be submitted as it is.
   virtual OperationPtr make(CollectiveCall call) const = 0;
   // Starts an operation. `in_background`: the group makes progress on it even if no thread waits.
   // Errors: the failure of the group; GroupAbortedError after leave(); std::runtime_error in a
@@ -48,8 +48,8 @@ class Group {
   virtual void abort(const std::string& why) = 0;
   // Like abort(), with a CollectiveMismatchError whose message is `text`.
   virtual void fail_with_mismatch(const std::string& text) = 0;
-  // Announces that this rank takes no further part, and fails its operations that cannot finish
-  // without waiting.
+  // Announces that this rank takes no further part. Its operations in flight finish if they need
+  // not wait, else they fail.
   virtual void leave() = 0;
 
   // The failure of the group, as an exception, or null.

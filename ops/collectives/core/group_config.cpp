@@ -11,9 +11,9 @@ namespace weft::collectives {
 
 namespace {
 
-// Incremented whenever the layout or content of shared memory changes, or a size at which ranks
-// switch between algorithms.
-constexpr int kLayout = 1;
+// Increment it when the layout or content of shared memory changes, or a size at which ranks switch
+// between algorithms.
+constexpr int kProtocolVersion = 1;
 
 // Returns "rank 1 has 4096; ranks 0, 2 have 16384", or nullopt if `ranks` all have the same value.
 std::optional<std::string> differences(const std::vector<int>& ranks,
@@ -41,7 +41,8 @@ std::optional<std::string> differences(const std::vector<int>& ranks,
 std::string GroupConfig::own_version() {
   constexpr size_t kSizes = sizeof(Control) + sizeof(RankBlock) + sizeof(SignatureHeader) +
                             sizeof(RingHeader) + sizeof(FrameHeader);
-  return std::string(WEFT_VERSION) + "+" + std::to_string(kLayout) + "." + std::to_string(kSizes);
+  return std::string(WEFT_VERSION) + "+" + std::to_string(kProtocolVersion) + "." +
+         std::to_string(kSizes);
 }
 
 std::string GroupConfig::to_string() const {

@@ -134,7 +134,7 @@ bool Messages::write_to(int peer, std::vector<MessagePtr>& ended) {
     if (ring.space() < static_cast<int64_t>(payload)) break;
     ring.write({FrameKind::kAnnounce,
                 message->dtype,
-                0,
+                /*unused=*/0,
                 message->tag,
                 message->id_,
                 message->num_bytes(),
@@ -157,7 +157,7 @@ bool Messages::write_to(int peer, std::vector<MessagePtr>& ended) {
     if (ring.space() < payload) break;
     ring.write({FrameKind::kData,
                 message->dtype,
-                0,
+                /*unused=*/0,
                 message->tag,
                 message->id_,
                 message->num_bytes(),
@@ -205,8 +205,13 @@ void Messages::accept(const MessagePtr& receive,
   }
   PeerQueues& queues = queues_[static_cast<size_t>(message.from)];
   queues.incoming.emplace(header.message_id, receive);
-  queues.grants.push_back(
-      {FrameKind::kGrant, header.dtype, 0, header.tag, header.message_id, header.message_bytes, 0});
+  queues.grants.push_back({FrameKind::kGrant,
+                           header.dtype,
+                           /*unused=*/0,
+                           header.tag,
+                           header.message_id,
+                           header.message_bytes,
+                           /*payload_bytes=*/0});
 }
 
 void Messages::end(const MessagePtr& message, std::vector<MessagePtr>& ended) {

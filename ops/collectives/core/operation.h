@@ -23,13 +23,13 @@ class Operation {
   bool is_done() const { return done_.load(); }
   // Whether on_done has started.
   bool is_finishing() const { return finishing_.load(); }
-  // The error it failed with, or null. REQUIRES: is_done().
+  // The error with which the operation failed, or null. REQUIRES: is_done().
   std::exception_ptr error() const { return error_; }
 
   // Set it before the operation is submitted. Called once, with null or the error, by the thread
   // that carries the operation out, before is_done(). An exception it throws becomes the error.
   std::function<void(std::exception_ptr)> on_done;
-  // A waiting thread may bring it forward while another thread drives.
+  // A waiting thread may set an earlier deadline while another thread carries the operation out.
   std::atomic<std::chrono::steady_clock::time_point> deadline{
       std::chrono::steady_clock::time_point::max()};
   // The timeout that set the deadline, for error messages. Zero when the operation is submitted:

@@ -30,7 +30,7 @@ ProcessStatus status_of(pid_t pid) {
   ProcessStatus status;
   std::string skipped;
   fields >> status.state;
-  for (int i = 0; i < 18; ++i) fields >> skipped;
+  for (int i = 0; i < 18; ++i) fields >> skipped;  // from field 3 (state) to 22 (start time)
   fields >> status.start_time;
   return status;
 }
@@ -42,8 +42,8 @@ uint64_t process_start_time(pid_t pid) { return status_of(pid).start_time; }
 bool process_has_ended(pid_t pid, uint64_t start_time) {
   const ProcessStatus status = status_of(pid);
   if (status.state == '?') return false;
-  const bool is_another = start_time != 0 && status.start_time != start_time;
-  return is_another || status.state == 0 || status.state == 'Z' || status.state == 'X';
+  const bool is_pid_reused = start_time != 0 && status.start_time != start_time;
+  return is_pid_reused || status.state == 0 || status.state == 'Z' || status.state == 'X';
 }
 
 Peers::Peers(const SharedState& shared) : shared_(shared) {

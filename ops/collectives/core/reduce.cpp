@@ -22,7 +22,7 @@ bool can_reduce(ReduceOp op, DType dtype) {
     case ReduceOp::kBand:
     case ReduceOp::kBor:
     case ReduceOp::kBxor:
-      return dtype < DType::kFloat16;
+      return dtype < DType::kFloat16;  // bool and integers
     default:
       return true;
   }

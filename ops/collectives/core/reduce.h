@@ -16,11 +16,11 @@ namespace weft::collectives {
 bool can_reduce(ReduceOp op, DType dtype);
 
 // Reduces the sources element by element into `out`, which may be one of them. Half types
-// accumulate in float32 and are rounded once. Sums and products of integers wrap; an average is the
-// sum divided, truncated. For bool, sum and max are logical or, product and min logical and. min
-// and max propagate NaN. An average divides by `divisor`; 0: by the number of sources. `streams`:
-// writes `out` with non-temporal stores, see streaming.h. REQUIRES: can_reduce(op, dtype); at least
-// one source.
+// accumulate in float32 and are rounded once. Sums and products of integers wrap; an average of
+// integers is the wrapped sum divided, truncated towards zero. For bool, sum and max are logical
+// or, product and min logical and. min and max propagate NaN. An average divides by `divisor`; 0:
+// by the number of sources. `streams`: writes `out` with non-temporal stores, see streaming.h.
+// REQUIRES: can_reduce(op, dtype); at least one source.
 void reduce(ReduceOp op,
             DType dtype,
             std::byte* out,

@@ -1,6 +1,6 @@
-// Included by one file per instruction set. All functions it calls must be inlined, and it must not
-// include headers with functions that another file could emit too: the linker could pick the copy
-// compiled for a wider instruction set for all callers.
+// This header is included by one file per instruction set. All functions that it calls must be
+// inlined, and it must not include headers with functions that other files could emit too: the
+// linker could pick the copy compiled for a wider instruction set for all callers.
 #include "reduce.h"
 #include "streaming.h"
 
@@ -138,7 +138,7 @@ inline double average(double sum, int64_t divisor) {
   return sum / static_cast<double>(divisor);
 }
 
-// Copies a block to `out`; if it streams, with non-temporal stores of full cache lines.
+// Copies a block to `out`; if kStreams, with non-temporal stores of full cache lines.
 template <int64_t kBytes, bool kStreams>
 __attribute__((always_inline)) inline void put_block(std::byte* out, const std::byte* block) {
   if constexpr (kStreams) {
@@ -215,7 +215,7 @@ class Loop {
     if (job_.num_sources == 1) {
       for (int64_t i = 0; i < n; ++i) value[i] = E::load(source[i]);
     } else {
-      // Both together: a separate copy of the first source would use narrower registers.
+      // The first two sources together: a separate copy of the first would use narrower registers.
       const T* second = source_at(1, first);
       if (fetches) fetch_ahead(second, kAhead);
       for (int64_t i = 0; i < n; ++i) {

@@ -29,7 +29,7 @@ constexpr std::chrono::milliseconds kCheckInterval{100};
 // The interval at which a rank polls the store for the key of another rank and for a failure.
 constexpr std::chrono::milliseconds kPollInterval{20};
 
-// A store may end its wait this much before the deadline, because it reads another clock.
+// A store may end a wait this much before the deadline, because it reads a different clock.
 constexpr std::chrono::milliseconds kClockTolerance{20};
 
 std::string new_group_nonce() {
@@ -223,7 +223,8 @@ class Rendezvous {
     try {
       if (options_.rank == 0 && store_.has(unopened_key(address))) {
         const std::string text = get(unopened_key(address), 0);
-        // Before this rank closes the descriptor: a rank that then cannot open it reads the cause.
+        // Set before this rank closes the descriptor of the segment: a rank that finds it closed
+        // reads the cause.
         store_.set(kSegmentKey, kNoSegment + text);
         return GroupAbortedError(text);
       }

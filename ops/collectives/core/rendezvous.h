@@ -43,7 +43,7 @@ struct Membership {
 // key that a later group with the same keys could read. After a failure, keys stay in the store, so
 // the next group needs other keys; if the shared memory could not be created or opened, they tell
 // ranks that join later the cause. REQUIRES: all ranks are on one host and have the same group
-// configuration. Errors: CollectiveTimeoutError naming the missing ranks; PeerLostError if a
+// configuration. Errors: CollectiveTimeoutError naming missing ranks; PeerLostError if a
 // process ended in the meantime; GroupAbortedError if the shared memory cannot be created or
 // opened, or the store cannot be read. The other ranks that wait throw the same error, unless they
 // cannot read the store.
@@ -52,7 +52,7 @@ Membership join_on_host(const Store& store, const GroupOptions& options);
 struct Identities {
   std::vector<std::string> hosts;    // by rank
   std::vector<GroupConfig> configs;  // by rank
-  std::string nonce;                 // the same on all ranks, different for each group
+  std::string nonce;                 // the one that rank 0 published; identifies the group
 };
 
 // Blocks until all ranks have published their identities (host, group configuration and nonce), and

@@ -20,7 +20,7 @@ struct FrameHeader {
   DType dtype = DType::kUInt8;
   uint16_t unused = 0;
   int32_t tag = 0;
-  uint64_t message_id = 0;  // counts the sender's messages to this receiver, from 0
+  uint64_t message_id = 0;  // counts the messages from their sender to their receiver, from 0
   uint64_t message_bytes = 0;
   uint64_t payload_bytes = 0;
 };
@@ -38,7 +38,7 @@ class RingEnd {
   void write(const FrameHeader& header, const std::byte* payload);
 
   bool is_empty() const;
-  // The oldest frame. REQUIRES: not empty. Call read_payload(), then pop().
+  // Returns the header of the oldest frame. REQUIRES: not empty. Call read_payload(), then pop().
   FrameHeader front() const;
   void read_payload(std::byte* out) const;
   void pop();

@@ -182,11 +182,11 @@ std::string host_identity() {
   std::string boot_id;
   errno = 0;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
-  // A sandbox may have no boot id. Throw on other errors: a rank that cannot open the file now, and
-  // so has no boot id, would count as one on another host.
+  // A sandbox may have no boot id. Throw on other errors, such as too many open files: without
+  // its boot id, this rank would count as one on another host.
   if (boot_id.empty() && errno != ENOENT && errno != 0)
     throw_errno("cannot read the identity of the host");
-  // A rank in another pid namespace could neither open the memory of a process nor detect its end;
+  // A rank in another PID namespace could neither open this process's memory nor detect its end;
   // ranks in different network namespaces are meant to be on different hosts.
   return boot_id + ' ' + read_link("/proc/self/ns/pid") + ' ' + read_link("/proc/self/ns/net") +
          " uid:" + std::to_string(getuid());

@@ -23,8 +23,8 @@ struct SegmentAddress {
   static SegmentAddress parse(const std::string& text);
 };
 
-// Move-only. A forked child does not have the mapping, so a data loader worker does not keep it
-// alive. Ranks that are threads of one process share one mapping.
+// Move-only. A forked child does not have the mapping, so a data loader worker does not keep the
+// memory alive. Ranks that are threads of the creating process share its mapping.
 class Segment {
  public:
   // Returns zeroed memory of `num_bytes`; untouched pages are not backed by memory.

@@ -58,10 +58,10 @@ SharedSizes SharedSizes::within(int num_ranks, size_t limit_bytes) {
   const auto bytes_each = [](size_t total, size_t num_buffers, size_t min, size_t max) {
     return std::clamp(total / num_buffers / 128 * 128, min, max);
   };
-  // A quarter for the rings of point-to-point messages and half for staging. More was slower from 8
-  // ranks on, where staging no longer stays in the caches. Beyond the maximum sizes nothing became
-  // faster, measured with benchmarks/collectives.py. For any number of ranks, half a staging buffer
-  // has a cache line for each rank.
+  // A quarter of the limit is for the rings of point-to-point messages and half for staging. Larger
+  // staging was slower from 8 ranks on, because it no longer stayed in the caches. Beyond the
+  // maximum sizes nothing became faster, measured with benchmarks/collectives.py. For any number of
+  // ranks, half a staging buffer has a cache line for each rank.
   sizes.ring_bytes =
       bytes_each(limit_bytes / 4, std::max<size_t>(n * (n - 1), 1), kPage, size_t{256} * 1024);
   const size_t min = round_up(size_t{2} * 64 * n, kPage);
@@ -103,13 +103,13 @@ RankBlock& SharedState::rank(int rank) const {
 }
 
 SignatureHeader& SharedState::signature(int rank, int buffer) const {
-  std::byte* place = data_ + signatures_ + index(rank, buffer) * signature_stride(num_ranks());
-  return *reinterpret_cast<SignatureHeader*>(place);
+  std::byte* address = data_ + signatures_ + index(rank, buffer) * signature_stride(num_ranks());
+  return *reinterpret_cast<SignatureHeader*>(address);
 }
 
 std::span<int64_t> SharedState::signature_counts(int rank, int buffer) const {
-  auto* place = reinterpret_cast<std::byte*>(&signature(rank, buffer)) + sizeof(SignatureHeader);
-  return {reinterpret_cast<int64_t*>(place), 2 * static_cast<size_t>(num_ranks())};
+  auto* address = reinterpret_cast<std::byte*>(&signature(rank, buffer)) + sizeof(SignatureHeader);
+  return {reinterpret_cast<int64_t*>(address), 2 * static_cast<size_t>(num_ranks())};
 }
 
 std::byte* SharedState::staging(int rank, int buffer) const {

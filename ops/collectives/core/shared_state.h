@@ -4,10 +4,10 @@
 //
 //   Control | RankBlock x n | signatures x n x 2 | staging x n x 2 | Ring headers and data x n x n
 //
-// A rank copies data of collectives through its staging buffers, and data of messages through a
-// ring to each other rank. Staging and signatures have two buffers per rank: a rank writes the next
-// one while a slower rank still reads the previous one. collective.h says when a rank may write
-// which.
+// A rank copies data of collectives through its staging buffers, and data of messages through
+// one ring for each destination rank. Staging and signatures have two buffers per rank: a rank
+// writes the next one while a slower rank still reads the previous one. collective.h says when a
+// rank may overwrite a buffer.
 
 #include "doorbell.h"
 #include "ranges.h"
@@ -46,8 +46,9 @@ class FailureRecord {
 struct Control {
   uint64_t nonce;  // written by Segment
   std::atomic<uint32_t> num_joined{0};
-  std::atomic<bool> is_open{false};  // all ranks have joined, and rank 0 has removed the keys
-  // Arrivals of all ranks at all phases so far: phase p is complete at p * num_ranks.
+  std::atomic<bool> is_open{
+      false};  // all ranks have joined, and rank 0 has removed the group's keys from the store
+  // Arrivals of all ranks at barriers so far: phase p (see barrier.h) is complete at p * num_ranks.
   alignas(64) std::atomic<uint64_t> num_arrivals{0};
   alignas(64) FailureRecord failure;
 };
@@ -60,7 +61,7 @@ struct RankBlock {
   pid_t pid = 0;
   uint64_t start_time = 0;                            // of the process: detects a reused pid
   int32_t global_rank = 0;                            // for error messages
-  std::atomic<int32_t> waits_for{kNoRank};            // a rank of another host, for error messages
+  std::atomic<int32_t> waits_for{kNoRank};            // a rank of another host
   alignas(64) std::atomic<uint64_t> num_arrivals{0};  // of this rank
   Doorbell doorbell;
 };

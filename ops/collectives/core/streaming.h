@@ -23,8 +23,8 @@ namespace {
 // result 1.15 to 1.45.
 constexpr size_t kStreamedBytes = size_t{4} << 20;
 
-// Copies kBytes, full cache lines; `to` is the start of a line. Other threads see the data after
-// finish_streaming().
+// Copies kBytes, a multiple of a cache line. `to` is aligned to a line. Other threads see the data
+// after finish_streaming().
 template <int64_t kBytes>
 __attribute__((always_inline)) inline void stream_lines(std::byte* to, const std::byte* from) {
   static_assert(kBytes % 64 == 0);

@@ -2,7 +2,7 @@
 
 namespace weft::collectives {
 
-const at::Tensor& only_one(std::string_view op, const std::vector<at::Tensor>& tensors) {
+const at::Tensor& single_tensor(std::string_view op, const std::vector<at::Tensor>& tensors) {
   TORCH_CHECK(tensors.size() == 1, "weft: ", op, " got ", tensors.size(), " tensors; pass one");
   return tensors.front();
 }

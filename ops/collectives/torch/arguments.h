@@ -16,7 +16,7 @@ namespace weft::collectives {
 constexpr auto kUnset = std::chrono::milliseconds(-1);
 
 // Returns the tensor of a list that must hold exactly one.
-const at::Tensor& only_one(std::string_view op, const std::vector<at::Tensor>& tensors);
+const at::Tensor& single_tensor(std::string_view op, const std::vector<at::Tensor>& tensors);
 // Returns the only list of `lists`, which must hold one tensor per rank.
 const std::vector<at::Tensor>& list_for_all(std::string_view op,
                                             const std::vector<std::vector<at::Tensor>>& lists,

@@ -169,7 +169,7 @@ c10::intrusive_ptr<c10d::Backend> WeftBackend::split(const c10::intrusive_ptr<c1
 
 namespace weft::collectives {
 
-// Compares names: torch's wrapper forwards the name and every message, but has another type.
+// By name: torch's wrapper forwards the name and every message, but has another type.
 bool compares_message_sizes(c10d::ProcessGroup& group) {
   return group.getBackend(at::kCPU)->getBackendName() == WeftBackend::kName;
 }
@@ -223,12 +223,13 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_group(const std::string& name,
       !name.empty(),
       "weft: got an empty name for a group of ",
       size,
-      " ranks; pass another: \"\" is the name of the group of one, which always exists");
-  TORCH_CHECK_VALUE(!names_a_group(name),
-                    "weft: got the name '",
-                    name,
-                    "', which a group of this process has; pass another, or release it with "
-                    "c10d::unregister_process_group");
+      " ranks; pass a name, because \"\" is that of the group of one, which always exists");
+  TORCH_CHECK_VALUE(
+      !names_a_group(name),
+      "weft: got the name '",
+      name,
+      "', which a group of this process has; pass another name, or release this one with "
+      "c10d::unregister_process_group");
   const auto own_store = c10::make_intrusive<c10d::PrefixStore>("weft/" + name, store);
   options->group_name = name;
   const auto backend = make_backend(own_store, rank, size, std::move(options));

@@ -33,7 +33,7 @@ class WeftBackend final : public c10d::Backend {
   const std::string getBackendName() const override { return kName; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
-  uint64_t getSequenceNumberForGroup() override { return num_calls_; }
+  uint64_t getSequenceNumberForGroup() override { return num_collectives_; }
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
                                     const std::vector<int>& ranks,
@@ -145,7 +145,7 @@ class WeftBackend final : public c10d::Backend {
 
   const c10::intrusive_ptr<ops::BackendOptions> options_;
   const std::shared_ptr<Group> group_;
-  std::atomic<uint64_t> num_calls_{0};
+  std::atomic<uint64_t> num_collectives_{0};
 };
 
 }  // namespace weft::collectives

@@ -1,4 +1,4 @@
-// The start of a call; messages and barriers.
+// The start that all c10d calls share; send, recv and barriers.
 #include "arguments.h"
 #include "backend.h"
 #include "raise.h"
@@ -54,10 +54,11 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
                                         const std::vector<Step>& steps,
                                         const Tensors& inputs,
                                         Tensors outputs) {
-  // torch may compare this number between ranks: count collectives only, which all ranks call.
+  // torch may compare getSequenceNumberForGroup() between ranks: count the calls that all ranks
+  // make.
   const bool is_message = call.op_type == OpType::SEND || call.op_type == OpType::RECV ||
                           call.op_type == OpType::RECVANYSOURCE;
-  if (!is_message) ++num_calls_;
+  if (!is_message) ++num_collectives_;
   auto work = c10::make_intrusive<CollectiveWork>(
       group_, getRank(), call.op_type, call.title, inputs, std::move(outputs));
   for (const Step& step : steps) {
@@ -100,7 +101,7 @@ WeftBackend::WorkPtr WeftBackend::message(Message::Direction direction,
                                           int tag) {
   const bool sends = direction == Message::Direction::kSend;
   const char* const op = sends ? "send" : "recv";
-  const at::Tensor& tensor = only_one(op, tensors);
+  const at::Tensor& tensor = single_tensor(op, tensors);
   if (peer != kAnySource) check_peer(op, peer);
   const auto pack = new_pack(op);
   std::byte* const data = (sends ? as_output(pack->input(tensor)) : pack->output(tensor)).data;

@@ -7,7 +7,7 @@ namespace weft::collectives {
 using c10d::OpType;
 
 WeftBackend::WorkPtr WeftBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  const at::Tensor& tensor = only_one("broadcast", tensors);
+  const at::Tensor& tensor = single_tensor("broadcast", tensors);
   const int root = checked_root("broadcast", opts.rootRank);
   const auto pack = new_pack("broadcast");
   const Output data = root == getRank() ? as_output(pack->input(tensor)) : pack->output(tensor);
@@ -22,8 +22,8 @@ WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
                                                CoalescedPosition position) const {
   const auto pack = new_pack("all_gather");
   const Input data = pack->input(copy_if_overlapping(outputs, input, getRank()));
-  auto places = outputs_of(*pack, outputs);
-  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack, position);
+  auto targets = outputs_of(*pack, outputs);
+  return step(all_gather_call(pack->dtype(), data, std::move(targets)), pack, position);
 }
 
 WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
@@ -33,14 +33,14 @@ WeftBackend::Step WeftBackend::all_gather_step(const at::Tensor& input,
   const auto pack = new_pack("all_gather_into_tensor");
   const Input data = pack->input(
       is_segment_of(output, input, getRank()) ? input : copy_if_overlapping({output}, input));
-  auto places = pack->flat_output_segments(output, getSize());
-  return step(all_gather_call(pack->dtype(), data, std::move(places)), pack, position);
+  auto targets = pack->flat_output_segments(output, getSize());
+  return step(all_gather_call(pack->dtype(), data, std::move(targets)), pack, position);
 }
 
 WeftBackend::WorkPtr WeftBackend::allgather(std::vector<Tensors>& outputs,
                                             Tensors& inputs,
                                             const c10d::AllgatherOptions& opts) {
-  const at::Tensor& input = only_one("all_gather", inputs);
+  const at::Tensor& input = single_tensor("all_gather", inputs);
   const Tensors& list = list_for_all("all_gather", outputs, getSize());
   return start({OpType::ALLGATHER, "weft:all_gather", opts.timeout, opts.asyncOp},
                {all_gather_step(input, list)},
@@ -99,15 +99,16 @@ WeftBackend::WorkPtr WeftBackend::allgather_into_tensor_coalesced(
 WeftBackend::WorkPtr WeftBackend::gather(std::vector<Tensors>& outputs,
                                          Tensors& inputs,
                                          const c10d::GatherOptions& opts) {
-  const at::Tensor& input = only_one("gather", inputs);
+  const at::Tensor& input = single_tensor("gather", inputs);
   const int root = checked_root("gather", opts.rootRank);
   const auto pack = new_pack("gather");
   const Tensors list = list_on_root("gather", outputs, root);
   const Input data = pack->input(copy_if_overlapping(list, input, getRank()));
-  auto places = outputs_of(*pack, list);
+  auto targets = outputs_of(*pack, list);
   return start(
       {OpType::GATHER, "weft:gather", opts.timeout, opts.asyncOp},
-      {step(gather_call(pack->dtype(), data, std::move(places), root, getRank(), getSize()), pack)},
+      {step(gather_call(pack->dtype(), data, std::move(targets), root, getRank(), getSize()),
+            pack)},
       inputs,
       list);
 }
@@ -115,15 +116,16 @@ WeftBackend::WorkPtr WeftBackend::gather(std::vector<Tensors>& outputs,
 WeftBackend::WorkPtr WeftBackend::scatter(Tensors& outputs,
                                           std::vector<Tensors>& inputs,
                                           const c10d::ScatterOptions& opts) {
-  const at::Tensor& output = only_one("scatter", outputs);
+  const at::Tensor& output = single_tensor("scatter", outputs);
   const int root = checked_root("scatter", opts.rootRank);
   const auto pack = new_pack("scatter");
-  const Output place = pack->output(output);
+  const Output target = pack->output(output);
   const Tensors list = list_on_root("scatter", inputs, root);
   auto data = inputs_of(*pack, copy_overlapping(output, list, root));
   return start(
       {OpType::SCATTER, "weft:scatter", opts.timeout, opts.asyncOp},
-      {step(scatter_call(pack->dtype(), std::move(data), place, root, getRank(), getSize()), pack)},
+      {step(scatter_call(pack->dtype(), std::move(data), target, root, getRank(), getSize()),
+            pack)},
       list,
       outputs);
 }
@@ -136,11 +138,12 @@ WeftBackend::WorkPtr WeftBackend::alltoall_base(at::Tensor& output,
   const auto pack = new_pack("all_to_all_single");
   auto segments =
       pack->input_segments(copy_if_overlapping({output}, input), input_splits, getSize());
-  auto places = pack->output_segments(output, output_splits, getSize());
-  return start({OpType::ALLTOALL_BASE, "weft:all_to_all_single", opts.timeout, opts.asyncOp},
-               {step(all_to_all_call(pack->dtype(), std::move(segments), std::move(places)), pack)},
-               {input},
-               {output});
+  auto targets = pack->output_segments(output, output_splits, getSize());
+  return start(
+      {OpType::ALLTOALL_BASE, "weft:all_to_all_single", opts.timeout, opts.asyncOp},
+      {step(all_to_all_call(pack->dtype(), std::move(segments), std::move(targets)), pack)},
+      {input},
+      {output});
 }
 
 WeftBackend::WorkPtr WeftBackend::alltoall(Tensors& outputs,
@@ -152,11 +155,12 @@ WeftBackend::WorkPtr WeftBackend::alltoall(Tensors& outputs,
   Tensors sources;
   for (const at::Tensor& input : inputs) sources.push_back(copy_if_overlapping(outputs, input));
   auto segments = inputs_of(*pack, sources);
-  auto places = outputs_of(*pack, outputs);
-  return start({OpType::ALLTOALL, "weft:all_to_all", opts.timeout, opts.asyncOp},
-               {step(all_to_all_call(pack->dtype(), std::move(segments), std::move(places)), pack)},
-               inputs,
-               outputs);
+  auto targets = outputs_of(*pack, outputs);
+  return start(
+      {OpType::ALLTOALL, "weft:all_to_all", opts.timeout, opts.asyncOp},
+      {step(all_to_all_call(pack->dtype(), std::move(segments), std::move(targets)), pack)},
+      inputs,
+      outputs);
 }
 
 }  // namespace weft::collectives

@@ -67,7 +67,7 @@ WeftBackend::Step WeftBackend::all_reduce_step(const at::Tensor& tensor,
 }
 
 WeftBackend::WorkPtr WeftBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  const at::Tensor& tensor = only_one("all_reduce", tensors);
+  const at::Tensor& tensor = single_tensor("all_reduce", tensors);
   return start({OpType::ALLREDUCE, "weft:all_reduce", opts.timeout, opts.asyncOp},
                {all_reduce_step(tensor, opts.reduceOp)},
                tensors,
@@ -116,7 +116,7 @@ WeftBackend::WorkPtr WeftBackend::allreduce_coalesced(Tensors& tensors,
 }
 
 WeftBackend::WorkPtr WeftBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const at::Tensor& tensor = only_one("reduce", tensors);
+  const at::Tensor& tensor = single_tensor("reduce", tensors);
   const int root = checked_root("reduce", opts.rootRank);
   const auto pack = new_pack("reduce");
   const bool is_root = root == getRank();
@@ -134,15 +134,15 @@ WeftBackend::WorkPtr WeftBackend::reduce(Tensors& tensors, const c10d::ReduceOpt
 WeftBackend::WorkPtr WeftBackend::reduce_scatter(Tensors& outputs,
                                                  std::vector<Tensors>& inputs,
                                                  const c10d::ReduceScatterOptions& opts) {
-  const at::Tensor& output = only_one("reduce_scatter", outputs);
+  const at::Tensor& output = single_tensor("reduce_scatter", outputs);
   const Tensors& list = list_for_all("reduce_scatter", inputs, getSize());
   const auto pack = new_pack("reduce_scatter");
-  const Output place = pack->output(output);
+  const Output target = pack->output(output);
   auto data = inputs_of(*pack, copy_overlapping(output, list, getRank()));
   const ReduceOp reduce_op = reduce_op_of("reduce_scatter", opts.reduceOp, pack->dtype());
   return start(
       {OpType::REDUCE_SCATTER, "weft:reduce_scatter", opts.timeout, opts.asyncOp},
-      {step(reduce_scatter_call(pack->dtype(), reduce_op, std::move(data), place, getRank()),
+      {step(reduce_scatter_call(pack->dtype(), reduce_op, std::move(data), target, getRank()),
             pack)},
       list,
       outputs);

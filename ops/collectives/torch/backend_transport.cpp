@@ -13,10 +13,9 @@ namespace {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// When a connection is lost, gloo ends all waits on it, except that of a receive of which some
-// bytes have arrived: that one lasts until its timeout. So a transfer larger than this is followed
-// by a transfer of one byte, and the receiver waits for that byte first, which arrives after all
-// other bytes.
+// When a connection is lost, gloo ends all waits on it, except for a receive of which some bytes
+// have arrived: that wait lasts until its timeout. So a transfer of more than kMaxUnsplitBytes is
+// followed by a transfer of one byte, which arrives last and for which the receiver waits first.
 constexpr size_t kMaxUnsplitBytes = 16 * 1024;
 
 std::vector<at::Tensor> as_tensors(std::byte* data, size_t num_bytes) {

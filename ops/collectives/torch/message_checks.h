@@ -7,9 +7,9 @@
 // What a group's backend for CPU tensors does if the two sides of a message differ.
 namespace weft::collectives {
 
-// Whether both sides raise if their sizes differ. True for weft's backend, also under torch's
-// wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL. Then a receive may be posted before its size has been
-// checked. REQUIRES: a backend for CPU tensors.
+// Whether both sides of a message raise if their sizes differ. True for weft's backend, also under
+// torch's wrapper for TORCH_DISTRIBUTED_DEBUG=DETAIL. Then a receive may be posted before its size
+// has been checked. REQUIRES: a backend for CPU tensors.
 bool compares_message_sizes(c10d::ProcessGroup& group);
 
 // Fails the group on every rank, without waiting for operations in flight, with a

@@ -44,7 +44,7 @@ void raise(std::exception_ptr error) {
   }
 }
 
-std::exception_ptr storable(std::exception_ptr error) {
+std::exception_ptr make_storable(std::exception_ptr error) {
   if (error == nullptr) return nullptr;
   try {
     std::rethrow_exception(error);

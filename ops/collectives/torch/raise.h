@@ -23,9 +23,9 @@ struct ErrorHooks {
 // Sets the hooks for all later failures. A null hook leaves the C++ classes.
 WEFT_OPS_API void set_error_hooks(const ErrorHooks& hooks);
 
-// While a RaiseContext exists, the messages that the raise hook gets on its thread begin with the
-// operation: "weft::row_linear: the all-reduce failed on rank 1 of its group: ...". The messages of
-// the C++ classes stay as they are: the code that catches them can add text().
+// While a RaiseContext exists, the error texts that the raise hook gets on this thread begin with
+// the operation: "weft::row_linear: the all-reduce failed on rank 1 of its group: ...". The texts
+// of the C++ classes stay as they are: the code that catches them can add text().
 class RaiseContext {
  public:
   // `op` and `what` outlive this.
@@ -47,6 +47,6 @@ class RaiseContext {
 // Throws `error`; if it is a CollectiveError and the hook is set, what the hook makes of it.
 [[noreturn]] void raise(std::exception_ptr error);
 // Returns `error` or, under the same conditions, what the hook makes of it, to be thrown later.
-std::exception_ptr storable(std::exception_ptr error);
+std::exception_ptr make_storable(std::exception_ptr error);
 
 }  // namespace weft::collectives

@@ -149,19 +149,20 @@ TensorFacts facts_of(std::string_view op, const at::Tensor& tensor) {
 
 at::Tensor copy_if_overlapping(const std::vector<at::Tensor>& outputs,
                                const at::Tensor& input,
-                               int own) {
+                               int own_idx) {
   for (size_t i = 0; i < outputs.size(); ++i) {
-    if (overlaps(outputs[i], input, static_cast<int>(i) == own)) return copy_of(input);
+    if (overlaps(outputs[i], input, static_cast<int>(i) == own_idx)) return copy_of(input);
   }
   return input;
 }
 
 std::vector<at::Tensor> copy_overlapping(const at::Tensor& output,
                                          const std::vector<at::Tensor>& inputs,
-                                         int own) {
+                                         int own_idx) {
   std::vector<at::Tensor> sources = inputs;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (overlaps(output, inputs[i], static_cast<int>(i) == own)) sources[i] = copy_of(inputs[i]);
+    if (overlaps(output, inputs[i], static_cast<int>(i) == own_idx))
+      sources[i] = copy_of(inputs[i]);
   }
   return sources;
 }

@@ -16,8 +16,8 @@ namespace weft::collectives {
 // Errors: c10::Error for a dtype that cannot be sent, such as a quantized one.
 DType dtype_of(std::string_view op, const at::Tensor& tensor);
 
-// Holds the tensors of one operation. Operations use contiguous memory: an input that is not
-// contiguous is copied before, and an output that is not contiguous after the operation.
+// Holds the tensors of one operation. Operations use contiguous memory: before the operation, an
+// input that is not contiguous is copied; after it, results are copied to outputs that are not.
 class TensorPack {
  public:
   explicit TensorPack(std::string_view op) : op_(op) {}
@@ -60,14 +60,14 @@ class TensorPack {
 };
 
 // Return copies of the inputs that overlap an output, and the other inputs unchanged: an output may
-// be written while other portions of an input are read. The single tensor and item `own` of the
+// be written while other portions of an input are read. The single tensor and item `own_idx` of the
 // list may be the same memory, because a rank writes its own segment only where it has read it.
 at::Tensor copy_if_overlapping(const std::vector<at::Tensor>& outputs,
                                const at::Tensor& input,
-                               int own = -1);
+                               int own_idx = -1);
 std::vector<at::Tensor> copy_overlapping(const at::Tensor& output,
                                          const std::vector<at::Tensor>& inputs,
-                                         int own);
+                                         int own_idx);
 // For calls that run one after another and write outputs[i] from inputs[i]: returns the inputs,
 // with copies of those that an earlier call writes.
 std::vector<at::Tensor> copy_if_written_earlier(const std::vector<at::Tensor>& outputs,

@@ -18,11 +18,11 @@ namespace {
 void complete_on_task_thread(std::function<void()> complete) {
   static std::mutex mutex;
   static TaskThreads* threads = nullptr;  // never destroyed: a callback may run at process exit
-  static unsigned made_in = 0;
+  static unsigned threads_generation = 0;
   const std::lock_guard lock(mutex);
-  if (threads == nullptr || made_in != fork_generation()) {
+  if (threads == nullptr || threads_generation != fork_generation()) {
     threads = new TaskThreads;
-    made_in = fork_generation();
+    threads_generation = fork_generation();
   }
   threads->run(std::move(complete));
 }
@@ -52,13 +52,13 @@ void CollectiveWork::add(const OperationPtr& operation) {
     } catch (...) {
       error = std::current_exception();
     }
-    one_done(completion, error);
+    on_operation_done(completion, error);
     if (error != nullptr) std::rethrow_exception(error);
   };
 }
 
-void CollectiveWork::one_done(const std::shared_ptr<Completion>& completion,
-                              const std::exception_ptr& operation_error) {
+void CollectiveWork::on_operation_done(const std::shared_ptr<Completion>& completion,
+                                       const std::exception_ptr& operation_error) {
   const std::lock_guard lock(completion->mutex);
   if (completion->error == nullptr) completion->error = operation_error;
   if (--completion->num_left > 0) return;
@@ -70,7 +70,7 @@ void CollectiveWork::one_done(const std::shared_ptr<Completion>& completion,
 
 void CollectiveWork::Completion::complete(c10::ivalue::Future& to_complete) const {
   if (error != nullptr) {
-    to_complete.setError(storable(error));
+    to_complete.setError(make_storable(error));
   } else {
     to_complete.markCompleted(c10::IValue(outputs));
   }
@@ -94,7 +94,7 @@ bool CollectiveWork::isCompleted() {
 
 bool CollectiveWork::isSuccess() const { return is_done() && first_error() == nullptr; }
 
-std::exception_ptr CollectiveWork::exception() const { return storable(first_error()); }
+std::exception_ptr CollectiveWork::exception() const { return make_storable(first_error()); }
 
 int CollectiveWork::sourceRank() const {
   const auto* message = dynamic_cast<const Message*>(operations_.at(0).get());

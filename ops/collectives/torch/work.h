@@ -12,8 +12,8 @@
 
 namespace weft::collectives {
 
-// One or several operations of one call. The group carries them out even if no thread waits, except
-// on one host those submitted without `in_background`.
+// One or several operations of one call. The group carries them out even if no thread waits.
+// Exception: in a group on one host, operations submitted without `in_background`.
 class CollectiveWork final : public c10d::Work {
  public:
   // title: for the profiler. outputs: the value of result() and of the future.
@@ -52,8 +52,8 @@ class CollectiveWork final : public c10d::Work {
     void complete(c10::ivalue::Future& to_complete) const;
   };
 
-  static void one_done(const std::shared_ptr<Completion>& completion,
-                       const std::exception_ptr& operation_error);
+  static void on_operation_done(const std::shared_ptr<Completion>& completion,
+                                const std::exception_ptr& operation_error);
   bool is_done() const;
   std::exception_ptr first_error() const;
 

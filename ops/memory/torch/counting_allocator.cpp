@@ -13,7 +13,7 @@ namespace {
 
 // The wrapped allocator; null before install_counting_allocator(). Global, because a deleter is a
 // function without state.
-std::atomic<c10::Allocator*> wrapped{nullptr};
+std::atomic<c10::Allocator*> wrapped_allocator{nullptr};
 
 BlockHeader* header_before(void* data) { return static_cast<BlockHeader*>(data) - 1; }
 
@@ -21,7 +21,7 @@ void free_block(void* data) {
   if (data == nullptr) return;
   BlockHeader* const header = header_before(data);
   ledger().remove(*header);
-  wrapped.load()->raw_deallocate(header);
+  wrapped_allocator.load()->raw_deallocate(header);
 }
 
 // oneDNN and others pass get() to raw_deleter(), so data and context of a DataPtr must be the same
@@ -32,7 +32,7 @@ class CountingAllocator final : public c10::Allocator {
     const c10::Device cpu(c10::kCPU);
     if (num_bytes == 0) return {nullptr, nullptr, &free_block, cpu};
     auto* const header =
-        new (wrapped.load()->raw_allocate(sizeof(BlockHeader) + num_bytes)) BlockHeader;
+        new (wrapped_allocator.load()->raw_allocate(sizeof(BlockHeader) + num_bytes)) BlockHeader;
     header->num_bytes = num_bytes;
     ledger().add(*header);
     void* const data = header + 1;
@@ -54,13 +54,13 @@ bool install_counting_allocator() {
   TORCH_CHECK(base->raw_deleter() != nullptr,
               "weft: got a CPU allocator without a raw_deleter, whose memory cannot be counted; "
               "start counting before that allocator is installed");
-  wrapped = base;
+  wrapped_allocator = base;
   // Never destroyed: storages refer to it, and blocks may be freed at process exit.
   c10::SetCPUAllocator(new CountingAllocator, UINT8_MAX);
   return true;
 }
 
-bool is_counting() { return wrapped.load() != nullptr; }
+bool is_counting() { return wrapped_allocator.load() != nullptr; }
 
 BlockHeader* header_of(const c10::DataPtr& data) {
   const bool is_ours = data.get_deleter() == &free_block && data.get() != nullptr;

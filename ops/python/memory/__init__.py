@@ -8,7 +8,7 @@
 
 CPU tensors are counted by an allocator that wraps torch's: the requested bytes, on all threads, including temporaries
 inside operators. The shared memory of weft's groups is counted, too. For a CUDA `device` the figures come from the
-statistics of torch's caching allocator.
+statistics of torch's caching allocator, without categories.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class Watch:
     def forward_begins(self, inputs: Any = ()) -> None:
         """Begin the phase "forward", or "inference" if gradients are not recorded.
 
-        `inputs`: a batch, of nested lists, tuples and dicts. With gradients its tensors, which the first layers save
-        for the backward, are tagged "saved_activations", except parameters and buffers of the model.
+        `inputs`: a batch, of nested lists, tuples and dicts. If gradients are recorded, its tensors, which the
+        first layers save for the backward, are tagged "saved_activations", except the model's parameters and buffers.
         """
         if torch.is_grad_enabled():
             tensors = (each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
@@ -89,7 +89,7 @@ class Watch:
         begin_phase("between steps")
 
     def _tag_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tag each optimizer state once; states are created by a parameter's first step."""
+        """Tag the optimizer's states if there are new ones; a parameter's first step creates its states."""
         if len(optimizer.state) == self._num_states[optimizer]:
             return
         self._num_states[optimizer] = len(optimizer.state)
@@ -101,7 +101,7 @@ def tag_parameters(model: torch.nn.Module) -> int:
     """Tag the parameters and buffers of a model as "parameters"; return the bytes of those that are not counted.
 
     Not counted are CPU storages made before `track()`, or without torch's allocator (shared memory, mapped files).
-    A storage that several of these tensors use adds its bytes once; for a DTensor, the local shard does.
+    A storage that several of these tensors use counts once; of a DTensor, the local shard counts.
     """
     tensors = storages((*model.parameters(), *model.buffers()))
     return sum(
@@ -117,10 +117,10 @@ def _after_accumulation(parameter: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def saving(inputs: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Return a context for one forward of several before their backwards, as in a pipeline: the phase "forward".
+    """Inside, the phase is "forward"; for a pipeline, which runs several forwards before their backwards.
 
-    Memory allocated inside that is alive at the end is tagged "saved_activations", and so are `inputs`. Without
-    gradients the phase is "inference", and nothing is tagged. Does nothing if memory is not counted.
+    Memory allocated inside that is alive at the end is tagged "saved_activations", and so are `inputs`. If
+    gradients are not recorded, the phase is "inference" and nothing is tagged. Does nothing if memory is not counted.
     """
     if not is_tracking():
         yield

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.nn.heads import broadcast_values, checked_kv_group, local_heads
+from weft.nn.heads import broadcast_values, check_kv_group, local_heads
 from weft.nn.linear import _init_like_linear
 from weft.nn.shard import group_size_and_rank
 
@@ -54,8 +54,8 @@ class ParallelAttention(nn.Module):
         device, dtype: of the parameters.
 
     Parameters, for h query heads and kv key/value heads on this rank: `qkv.weight [(h + 2 * kv) * head_dim, dim]`, in
-    the order q|k|v (or `q.weight [h * head_dim, dim]`, `k.weight` and `v.weight [kv * head_dim, dim]`), and biases of
-    these rows; `out.weight [dim, h * head_dim]`, the columns of these heads; `out.bias [dim]`, replicated on every
+    the order q|k|v (or `q.weight [h * head_dim, dim]`, `k.weight` and `v.weight [kv * head_dim, dim]`), and biases with
+    the same rows; `out.weight [dim, h * head_dim]`, the columns of these heads; `out.bias [dim]`, replicated on every
     rank, initialised to zero and added once. `weft.nn.shard_qkv` shards the weights of a checkpoint.
 
     Raises:
@@ -93,7 +93,7 @@ class ParallelAttention(nn.Module):
             raise ValueError(
                 f"ParallelAttention: got dim {dim}, which is not a multiple of num_heads {num_heads}; pass head_dim."
             )
-        self.kv_group_name = checked_kv_group("ParallelAttention", num_kv_heads, group_name, kv_group_name)
+        self.kv_group_name = check_kv_group("ParallelAttention", num_kv_heads, group_name, kv_group_name)
         self.group_name = group_name
         self.dim = dim
         self.num_heads = num_heads

@@ -79,8 +79,7 @@ def kv_groups(num_kv_heads: int, group_name: str) -> str:
     if num_copies == num_ranks:
         return group_name
     group = process_group(group_name)
-    # Only the ranks of each new group synchronise: ranks outside of `group_name`, such as other replicas, need not
-    # call.
+    # Only the ranks of each new group synchronise: ranks outside of `group_name` need not call.
     made = dist.new_group(
         _ranks_with_same_head(group_name, num_copies),
         backend=dist.get_backend_config(group),
@@ -100,7 +99,9 @@ def local_heads(owner: str, num_heads: int, num_kv_heads: int, num_ranks: int, r
     if num_ranks < 1 or not 0 <= rank < num_ranks:
         raise ValueError(f"{owner}: got rank {rank} of {num_ranks} ranks; ranks count from 0.")
     if num_heads % num_ranks:
-        raise ValueError(f"{owner}: got num_heads {num_heads} on {num_ranks} ranks; it must be a multiple of them.")
+        raise ValueError(
+            f"{owner}: got num_heads {num_heads} on {num_ranks} ranks; num_heads must be a multiple of them."
+        )
     num_copies = ranks_per_kv_head(owner, num_kv_heads, num_ranks)
     num_local = num_heads // num_ranks
     num_kv_local = num_kv_heads * num_copies // num_ranks
@@ -117,8 +118,8 @@ def ranks_per_kv_head(owner: str, num_kv_heads: int, num_ranks: int) -> int:
     return 1 if num_kv_heads % num_ranks == 0 else num_ranks // num_kv_heads
 
 
-def checked_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_name: str | None) -> str:
-    """Return the name of the group of ranks with copies of this rank's key/value head, "" if it has none.
+def check_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_name: str | None) -> str:
+    """Return the name of the group of ranks that hold this rank's key/value head; "" if only this rank holds it.
 
     Raises:
         ValueError: `kv_group_name` is another group, is missing, or is given for sharded heads.

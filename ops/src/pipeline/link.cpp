@@ -111,8 +111,9 @@ void PipelineLink::shut_down(const ProcessGroupPtr& group) {
     has_failed = send_failure_.has_value() || read_failure_.has_value();
   }
   // NCCL's shutdown waits for the peer, so both sides use the same order.
-  const bool is_low = group->getRank() < peer_;
-  for (const auto& backend : {is_low ? incoming_ : outgoing_, is_low ? outgoing_ : incoming_}) {
+  const bool is_lower_rank = group->getRank() < peer_;
+  for (const auto& backend :
+       {is_lower_rank ? incoming_ : outgoing_, is_lower_rank ? outgoing_ : incoming_}) {
     has_failed ? backend->abort() : backend->shutdown();
   }
 }
@@ -269,7 +270,7 @@ PipelineLink::Pending PipelineLink::transfer(const Context& context,
                                              const Tensors& tensors) const {
   const c10::DeviceGuard guard(device_);
   const auto& backend = sends ? outgoing_ : incoming_;
-  const int other = group->getRank() < peer_ ? 1 : 0;
+  const int peer_in_backend = group->getRank() < peer_ ? 1 : 0;
   Tensors byte_views;
   for (const auto& tensor : tensors) {
     if (tensor.numel() > 0) {
@@ -278,7 +279,7 @@ PipelineLink::Pending PipelineLink::transfer(const Context& context,
   }
   const auto start = [&](const at::Tensor& bytes) {
     Tensors one{bytes};
-    return sends ? backend->send(one, other, 0) : backend->recv(one, other, 0);
+    return sends ? backend->send(one, peer_in_backend, 0) : backend->recv(one, peer_in_backend, 0);
   };
   Pending pending;
   // NCCL uses separate connections for calls outside of a coalesced batch, so a single tensor is

@@ -40,7 +40,7 @@ class Links {
   void add(const ProcessGroupPtr& group, int peer, std::shared_ptr<PipelineLink> link) {
     std::vector<ByPeer> gone;  // destroyed without the lock
     const std::lock_guard lock(mutex_);
-    links_.of(group, gone).insert_or_assign(peer, std::move(link));
+    links_.find_or_make(group, gone).insert_or_assign(peer, std::move(link));
   }
 
   ByPeer take(const ProcessGroupPtr& group) {
@@ -88,24 +88,24 @@ void link_pipeline(const ProcessGroupPtr& group,
                     ", to which rank ",
                     rank,
                     " has a link already; link each pair once.");
-  const int own = rank < peer ? 0 : 1;
+  const int pair_rank = rank < peer ? 0 : 1;
   std::array<PipelineLink::BackendPtr, 2> towards;
   for (const int to : {0, 1}) {
-    auto& backend = towards.at(static_cast<std::size_t>(to)) = make(own, to);
+    auto& backend = towards.at(static_cast<std::size_t>(to)) = make(pair_rank, to);
     TORCH_CHECK_TYPE(backend.defined(), kLink, ": got no backend; make one for each direction.");
-    TORCH_CHECK_VALUE(backend->getSize() == 2 && backend->getRank() == own,
+    TORCH_CHECK_VALUE(backend->getSize() == 2 && backend->getRank() == pair_rank,
                       kLink,
                       ": got a backend with rank ",
                       backend->getRank(),
                       " of ",
                       backend->getSize(),
                       "; pass one over the two ranks, in which this process is rank ",
-                      own,
+                      pair_rank,
                       ".");
   }
   auto& [to_low, to_high] = towards;
-  auto link = own == 0 ? std::make_shared<PipelineLink>(peer, device, to_high, to_low)
-                       : std::make_shared<PipelineLink>(peer, device, to_low, to_high);
+  auto link = pair_rank == 0 ? std::make_shared<PipelineLink>(peer, device, to_high, to_low)
+                             : std::make_shared<PipelineLink>(peer, device, to_low, to_high);
   link->open(group);
   Links::instance().add(group, peer, std::move(link));
 }

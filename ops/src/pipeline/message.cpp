@@ -30,8 +30,8 @@ using MessagePtr = c10::intrusive_ptr<PipelineMessage>;
 }
 
 // Whether the group is still registered. A destroyed group transmits nothing more. Ranks may be
-// threads with a registry each; then this thread's group of that name has another rank, and the
-// given one counts as registered.
+// threads with a registry each; then this thread's group of that name has another rank, and
+// `group` counts as registered.
 bool is_registered(const ProcessGroupPtr& group) {
   try {
     const auto found = c10d::resolve_process_group(group->getGroupName());
@@ -66,9 +66,9 @@ MessagePtr PipelineMessage::post(Side side,
         {tensors[i].sizes().vec(), tensors[i].options(), differentiable.at(i)});
   }
   // May fail, so it comes before the sequence number is taken and anything is sent.
-  Outgoing contents;
+  Contents contents;
   if (side == Side::kSender) {
-    contents = message->outgoing(tensors);
+    contents = message->prepare_to_send(tensors);
   }
   message->sequence_ = traffic.next_sequence(message->address_, side);
   if (side == Side::kSender) {
@@ -115,13 +115,13 @@ Tensors PipelineMessage::wait() {
                     name(),
                     " for the second time; keep the tensors that the first call returned.");
   expect_header(header_of(layouts_, Kind::kData));
-  return received(layouts_, false);
+  return take_tensors(layouts_, false);
 }
 
 void PipelineMessage::send_gradients(const Tensors& gradients) {
   op_ = "the backward of weft::pipeline_wait";
   check_first_answer();
-  send(header_of(gradient_layouts(), Kind::kGradients), outgoing(gradients), true);
+  send(header_of(gradient_layouts(), Kind::kGradients), prepare_to_send(gradients), true);
   Traffic::instance().add(MessagePtr::reclaim_copy(this));
 }
 
@@ -132,7 +132,7 @@ Tensors PipelineMessage::receive_gradients() {
   start_receiving_header(true);
   expect_header(header_of(layouts, Kind::kGradients));
   wait_for_exchanges();
-  return received(layouts, true);
+  return take_tensors(layouts, true);
 }
 
 void PipelineMessage::check_first_answer() {
@@ -154,8 +154,8 @@ PipelineMessage::Layouts PipelineMessage::gradient_layouts() const {
   return layouts;
 }
 
-PipelineMessage::Outgoing PipelineMessage::outgoing(const Tensors& tensors) const {
-  Outgoing result;
+PipelineMessage::Contents PipelineMessage::prepare_to_send(const Tensors& tensors) const {
+  Contents result;
   result.is_direct = link_ && std::ranges::all_of(tensors, [&](const at::Tensor& tensor) {
                        return tensor.device() == link_->device();
                      });
@@ -166,8 +166,8 @@ PipelineMessage::Outgoing PipelineMessage::outgoing(const Tensors& tensors) cons
   return result;
 }
 
-void PipelineMessage::send(const PipelineHeader& header, const Outgoing& message, bool is_answer) {
-  const auto& [tensors, is_direct] = message;
+void PipelineMessage::send(const PipelineHeader& header, const Contents& contents, bool is_answer) {
+  const auto& [tensors, is_direct] = contents;
   if (link_) {
     auto pending =
         link_->send({op_, name()}, address_.group, header, is_answer, is_direct, tensors);
@@ -260,9 +260,9 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
   throw_mismatch(text);
 }
 
-Tensors PipelineMessage::received(const Layouts& layouts, bool is_answer) {
+Tensors PipelineMessage::take_tensors(const Layouts& layouts, bool is_answer) {
   if (link_message_.is_direct) {
-    return received_directly(layouts);
+    return take_direct_tensors(layouts);
   }
   if (host_buffers_.empty()) {
     start_receiving(layouts, is_answer);
@@ -275,7 +275,7 @@ Tensors PipelineMessage::received(const Layouts& layouts, bool is_answer) {
   return tensors;
 }
 
-Tensors PipelineMessage::received_directly(const Layouts& layouts) {
+Tensors PipelineMessage::take_direct_tensors(const Layouts& layouts) {
   auto message = std::exchange(link_message_, {});
   for (auto& work : message.pending) {
     work.wait();

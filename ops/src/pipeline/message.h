@@ -61,11 +61,10 @@ class PipelineMessage final : public torch::CustomClassHolder {
   const PipelineAddress& address() const { return address_; }
   std::size_t num_tensors() const { return layouts_.size(); }
   bool is_differentiable(std::size_t tensor_idx) const;
-  bool is_differentiable() const;  // any of them
+  bool is_differentiable() const;  // whether any tensor is
 
   // Receiver: returns the received tensors; call it once. Sender: returns an empty list as soon as
-  // the caller may overwrite the sent tensors; over a link on CUDA, with work on the current
-  // stream.
+  // the caller may overwrite the sent tensors (over a link on CUDA: on the current stream).
   std::vector<at::Tensor> wait();
 
   // Receiver: answers with the gradients of the differentiable tensors, in order. Call it once.
@@ -79,19 +78,21 @@ class PipelineMessage final : public torch::CustomClassHolder {
   Layouts gradient_layouts() const;
   PipelineHeader header_of(const Layouts& layouts, PipelineHeader::Kind kind) const;
 
-  struct Outgoing {
+  struct Contents {
     std::vector<at::Tensor> tensors;  // contiguous, on the device that they are sent from
     bool is_direct = false;           // over the link, from device to device
   };
-  Outgoing outgoing(const std::vector<at::Tensor>& tensors) const;
-  void send(const PipelineHeader& header, const Outgoing& message, bool is_answer);
+  Contents prepare_to_send(const std::vector<at::Tensor>& tensors) const;
+  void send(const PipelineHeader& header, const Contents& contents, bool is_answer);
   void start_receiving_header(bool is_answer);
   void start_receiving(const Layouts& layouts, bool is_answer);
-  // Waits for the header and compares it. On a mismatch, notifies the peer and raises.
+  // Waits for the header and compares it. On a mismatch, fails the group or, without weft's
+  // backend, notifies the sender; raises.
   void expect_header(const PipelineHeader& expected);
-  // Returns the tensors of the message whose header was received, on the devices of `layouts`.
-  std::vector<at::Tensor> received(const Layouts& layouts, bool is_answer);
-  std::vector<at::Tensor> received_directly(const Layouts& layouts);
+  // Waits for the tensors of the message whose header was received; returns them on the devices of
+  // `layouts`. take_direct_tensors(): for a message over the link.
+  std::vector<at::Tensor> take_tensors(const Layouts& layouts, bool is_answer);
+  std::vector<at::Tensor> take_direct_tensors(const Layouts& layouts);
 
   // Starts to send or receive `bytes` over the group. exchange() keeps the result in exchanges_.
   PendingCollective start(bool sends, const at::Tensor& bytes, bool is_answer);

@@ -172,7 +172,8 @@ class Send : public torch::autograd::Function<Send> {
     for (std::size_t i = 0; i < message->num_tensors(); ++i) {
       result.push_back(message->is_differentiable(i) ? gradients.at(next++) : at::Tensor());
     }
-    for (int argument = 0; argument < 4; ++argument) {
+    constexpr int kNumOtherArguments = 4;  // peer, channel, group_name, differentiable
+    for (int argument = 0; argument < kNumOtherArguments; ++argument) {
       result.emplace_back();
     }
     return result;

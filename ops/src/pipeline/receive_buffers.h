@@ -44,7 +44,7 @@ class ReceiveBuffers {
     std::vector<std::map<Key, Storages>> gone;
     const std::lock_guard lock(mutex_);
     auto& storages =
-        storages_.of(address.group, gone)[Key(address.peer, address.channel, is_answer)];
+        storages_.find_or_make(address.group, gone)[Key(address.peer, address.channel, is_answer)];
     const auto fitting = std::ranges::find_if(storages, [&](const c10::Storage& storage) {
       return is_free(storage) && storage.nbytes() == num_bytes;
     });
@@ -79,8 +79,9 @@ class ReceiveBuffers {
   // tensors in a message.
   static constexpr std::size_t kMaxStorages = 64;
 
-  // Weak references count too, as they may become strong at any time. Without others there are 2:
-  // one for all strong references together, and the temporary here.
+  // Weak references count too, as they may become strong at any time. If nothing else refers to
+  // the storage, weak_use_count() is 2: one for all strong references together, and the temporary
+  // here.
   static bool is_free(const c10::Storage& storage) {
     return storage.use_count() == 1 && storage.getWeakStorageImpl().weak_use_count() == 2;
   }

@@ -25,7 +25,7 @@ class Traffic {
   std::uint64_t next_sequence(const PipelineAddress& address, PipelineMessage::Side side) {
     std::vector<Counters> gone;
     const std::lock_guard lock(mutex_);
-    return next_.of(address.group, gone)[{address.peer, address.channel, side}]++;
+    return next_.find_or_make(address.group, gone)[{address.peer, address.channel, side}]++;
   }
 
   // Returns the messages of `group` that may be in flight.

@@ -50,7 +50,7 @@ PipelineHeader header_of(PipelineHeader::Kind kind,
     const auto& first = layouts.front();
     header.first_dtype = static_cast<std::uint8_t>(first.options.dtype().toScalarType());
     header.first_differentiable = first.differentiable;
-    header.first_dim = static_cast<std::uint8_t>(first.sizes.size());
+    header.first_num_dims = static_cast<std::uint8_t>(first.sizes.size());
     const auto num_sizes = std::min(first.sizes.size(), header.first_sizes.size());
     for (std::size_t dim = 0; dim < num_sizes; ++dim) {
       header.first_sizes.at(dim) = static_cast<std::uint32_t>(first.sizes[dim]);
@@ -71,7 +71,7 @@ std::string describe(const PipelineHeader& header) {
   if (header.num_tensors > 0) {
     text << (header.num_tensors == 1 ? ", " : ", the first ")
          << static_cast<at::ScalarType>(header.first_dtype) << " [";
-    for (std::size_t dim = 0; dim < header.first_dim; ++dim) {
+    for (std::size_t dim = 0; dim < header.first_num_dims; ++dim) {
       text << (dim > 0 ? ", " : "");
       if (dim == header.first_sizes.size()) {
         text << "...";

@@ -50,7 +50,7 @@ struct PipelineHeader {
   std::uint32_t magic = 0;
   Kind kind = Kind::kData;
   std::uint8_t first_dtype = 0;
-  std::uint8_t first_dim = 0;
+  std::uint8_t first_num_dims = 0;
   bool first_differentiable = false;
   std::uint32_t channel = 0;
   std::uint32_t num_tensors = 0;

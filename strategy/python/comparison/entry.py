@@ -112,7 +112,7 @@ def compare(
             or the "package.module:name" of either.
         batch: of all data-parallel ranks together; a callable that makes it, or "package.module:name". None: the
             LightningModule's `example_input_array`, or random tokens for a language model of Hugging Face; then the
-            loss is the forward's.
+            loss is the forward's, not that of `training_step`.
         layout: as the strategies take it, "tp2", "dp2,tp2", "rep2,dp2,tp2"; without a pipeline.
         plan: as `weft.parallelize` takes it.
         dtype: of all floating parameters, buffers and inputs: float64, float32, bfloat16 or float16.

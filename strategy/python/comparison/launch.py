@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,19 @@ import torch.multiprocessing as mp
 
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
+
+
+class _Answer(NamedTuple):
+    """How a rank ended, by its own report.
+
+    kind: "done", or the kind that `encode_error` returns.
+    content: the function's result, or the text of the error.
+    time: by the monotonic clock.
+    """
+
+    kind: str
+    content: Any
+    time: float
 
 
 def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeout: float) -> Any:
@@ -60,44 +73,45 @@ def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeou
                     process.kill()
                 process.join()
         answers = [_read_answer(Path(folder, str(rank))) for rank in range(num_ranks)]
-    failures = sorted((answer for answer in answers if answer is not None and answer[0] != "done"), key=lambda a: a[2])
-    user_errors = [text for kind, text, _ in failures if kind == "refused"]
+    failures = [answer for answer in answers if answer is not None and answer.kind != "done"]
+    failures.sort(key=lambda answer: answer.time)
+    user_errors = [answer.content for answer in failures if answer.kind == "invalid"]
     if user_errors:
         raise ValueError(user_errors[0])
     if failures:
-        raise RuntimeError(f"compare: {failures[0][1]}")
+        raise RuntimeError(f"compare: {failures[0].content}")
     if exit_reason or answers[0] is None:
         raise RuntimeError(
             f"compare: a rank ended without a result ({exit_reason}); check that all ranks fit into memory."
         )
-    return answers[0][1]
+    return answers[0].content
 
 
-def _read_answer(path: Path) -> tuple[str, Any, float] | None:
+def _read_answer(path: Path) -> _Answer | None:
     if not path.is_file():
         return None
-    answer: tuple[str, Any, float] = pickle.loads(path.read_bytes())
+    answer: _Answer = pickle.loads(path.read_bytes())
     return answer
 
 
 def _run_rank(rank: int, folder: str, num_ranks: int, payload: bytes, timeout: float) -> None:
     os.dup2(2, 1)  # the parent's stdout is for the result
     try:
-        answer = ("done", _call(rank, folder, num_ranks, payload, timeout), time.monotonic())
+        answer = _Answer("done", _call(rank, folder, num_ranks, payload, timeout), time.monotonic())
     except Exception as error:  # sent to the parent, which raises it
-        answer = (*encode_error(rank, error), time.monotonic())
+        answer = _Answer(*encode_error(rank, error), time.monotonic())
     Path(folder, f"{rank}.part").write_bytes(pickle.dumps(answer))
     os.replace(Path(folder, f"{rank}.part"), Path(folder, str(rank)))
 
 
-def encode_error(rank: int, error: Exception) -> tuple[str, str]:
-    """Return the kind and text of a rank's error: "refused" for ValueErrors of weft's code, without a traceback.
+def encode_error(rank: int, error: Exception) -> tuple[Literal["invalid", "failed"], str]:
+    """Return the kind and text of a rank's error.
 
-    "failed" for others, with the traceback in the text.
+    "invalid" and the message for a ValueError of weft's code; "failed" and the traceback for any other error.
     """
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, ValueError) and frames[-1].startswith("weft."):
-        return "refused", str(error)
+        return "invalid", str(error)
     text = "".join(traceback.format_exception(error))
     return "failed", f"rank {rank} raised {type(error).__name__}: {error}\n{text}"
 

@@ -27,6 +27,7 @@ class Outputs:
         """`rank` and `size` are those of the tensor-parallel group; `tolerance` is set before the sharded forward."""
         self._rank, self._size = rank, size
         self.tolerance = 0.0
+        # (module name, number of its call) -> (position in the order of execution, output)
         self._recorded: dict[tuple[str, int], tuple[int, Tensor]] = {}
         self.first: OutputDifference | None = None
 
@@ -128,7 +129,7 @@ def _hooks(model: nn.Module, register: Callable[[str, nn.Module], Any]) -> Itera
 def relative_difference(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
     """Return the norm of the difference, relative to the larger of `floor` and the norm of `reference`.
 
-    If both are 0, return the norm itself; inf if a value is not finite.
+    If both are 0, return the norm of the difference; inf if a value is not finite.
     """
     value, reference = value.to(torch.float64), reference.to(torch.float64)
     difference = (value - reference).norm().item()

@@ -143,7 +143,7 @@ class Comparison:
             entry["axes"] = dict(row.axes)
         in_eval_mode = None if self.in_eval_mode is None else self.in_eval_mode.to_dict()
         found |= {"in_eval_mode": in_eval_mode, "largest": self.largest}
-        return {**_finite(found), "agrees": self.agrees, "verdict": self.verdict}
+        return {**_to_finite(found), "agrees": self.agrees, "verdict": self.verdict}
 
     def __str__(self) -> str:
         lines = [self.setting]
@@ -178,9 +178,9 @@ def _format_difference(difference: float | None) -> str:
     return "-" if difference is None else f"{difference:.1e}" if difference else "0"
 
 
-def _finite(value: Any) -> Any:
+def _to_finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _to_finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_to_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

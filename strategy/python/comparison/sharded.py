@@ -24,8 +24,8 @@ _REPLICAS, _DATA, _TENSOR = "data_replicate", "data_parallel", "tensor_parallel"
 class JobMesh:
     """The mesh of a layout over all ranks of the process group, and the groups of its axes.
 
-    data_group: all ranks with other data, those of replicas, too.
-    sharding_mesh: the axes that FSDP2 takes: data-parallel, or (replicas, data-parallel).
+    data_group: this rank's group along both data axes, replicas and data-parallel.
+    sharding_mesh: the mesh that FSDP2 takes: data-parallel, or (replicas, data-parallel).
     data_parallel_size: the number of ranks over which a replica shards its state.
     control_group: for messages about errors.
     """
@@ -103,7 +103,7 @@ class ShardedTraining:
         self._optimizer.zero_grad()
 
 
-def full(tensor: Any) -> Tensor:
+def unsharded_value(tensor: Any) -> Tensor:
     """Return the unsharded value of a parameter or gradient; collective over the mesh of a DTensor."""
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -113,6 +113,6 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the unsharded gradients by the parameters' names, zeros for parameters without one; collective."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {
-        name: full(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        name: unsharded_value(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         for name, parameter in parameters.items()
     }

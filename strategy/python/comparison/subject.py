@@ -1,4 +1,4 @@
-"""Builds the model to compare, the same on every rank, its batch and its loss."""
+"""Builds the model to compare (the same on every rank), its batch and its loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_model(source: Any, dtype: torch.dtype, first_layers: int | None, seed:
     torch.manual_seed(seed)
     random.seed(seed)
     with deferred_init() if first_layers is not None else contextlib.nullcontext():
-        model = copy.deepcopy(source) if isinstance(source, nn.Module) else _call(source)
+        model = copy.deepcopy(source) if isinstance(source, nn.Module) else _build(source)
         if is_lightning_module(model) and callable(getattr(model, "configure_model", None)):
             lightning_module: Any = model
             lightning_module.configure_model()
@@ -69,7 +69,7 @@ def resolve(source: Any) -> Any:
     return found
 
 
-def _call(source: Any) -> nn.Module:
+def _build(source: Any) -> nn.Module:
     model = source() if callable(source) else source
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -136,7 +136,7 @@ def batch_of(model: nn.Module, given: Any, num_data_ranks: int) -> tuple[Any, bo
 
 
 def loss_of(model: nn.Module, given: Any, is_for_forward: bool) -> tuple[LossFunction, str]:
-    """Return the loss function of a model and a batch, which gives `[]`, and its description.
+    """Return the loss function for a model, which returns `[]`, and a description of it.
 
     Args:
         given: the loss function, or its "package.module:name"; None: the one that `compare` documents.

@@ -9,7 +9,7 @@ import random
 import time
 import traceback
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from weft.collectives import CollectiveError
 from weft.strategy.comparison import subject
 from weft.strategy.comparison.outputs import Outputs, relative_difference, running_modules
 from weft.strategy.comparison.result import Comparison, OutputDifference, ParameterDifference, StepLoss
-from weft.strategy.comparison.sharded import JobMesh, ShardedTraining, full, gradients_of
+from weft.strategy.comparison.sharded import JobMesh, ShardedTraining, gradients_of, unsharded_value
 from weft.strategy.modules.sharded_errors import ShardedModuleError
 from weft.strategy.pipeline.micro_batches import batch_size_of, map_tensors, split_batch
 from weft.strategy.plan import Plan
@@ -72,6 +72,19 @@ def _preserving_globals(device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
+class _Failure(NamedTuple):
+    """The error of the sharded model on a rank.
+
+    is_consequence: whether it is a failed collective, which the error of another rank may have caused.
+    module: the name of the module whose forward raised it; "": the model, or the backward.
+    text: "": no error.
+    """
+
+    is_consequence: bool = False
+    module: str = ""
+    text: str = ""
+
+
 class _ComparisonRun:
     """Runs one comparison; every rank also has the unsharded model and trains it on all ranks' batches."""
 
@@ -92,8 +105,8 @@ class _ComparisonRun:
             subject.entry_points_of(self._loss_fn),
         )
         self._optimizer = torch.optim.SGD(self._reference.parameters(), lr=request.learning_rate)
-        self._dtypes = _ComputedDtypes()
-        self._draws = False
+        self._computed_dtypes = _ComputedDtypes()
+        self._draws_random_numbers = False
         self._outputs = Outputs(job.tensor_group.rank(), job.tensor_group.size())
 
     def _build(self) -> nn.Module:
@@ -157,9 +170,9 @@ class _ComparisonRun:
             before = torch.get_rng_state()
             is_recorded = step == 0 and data_rank == self._data_rank
             with self._outputs.record_reference(self._reference) if is_recorded else contextlib.nullcontext():
-                with self._dtypes if is_recorded else contextlib.nullcontext():
+                with self._computed_dtypes if is_recorded else contextlib.nullcontext():
                     loss = self._loss_fn(self._reference, batch)
-            self._draws = self._draws or not torch.equal(before, torch.get_rng_state())
+            self._draws_random_numbers = self._draws_random_numbers or not torch.equal(before, torch.get_rng_state())
             (loss / self._num_data_ranks).backward()
             losses.append(loss.detach())
         if step == 0:
@@ -167,11 +180,11 @@ class _ComparisonRun:
         return losses
 
     def _sharded_loss(self, step: int) -> tuple[Tensor, str, str]:
-        """Return the loss of this rank, and the module and text of an error on any rank; collective."""
+        """Return the loss of this rank, and the `module` and `text` of the failure of any rank; collective."""
         self._sharded.zero_grad()
         self._seed(step, self._data_rank)
-        loss, running, failure = torch.zeros(()), [], ("", "")
-        is_forward, is_consequence = True, False
+        loss, failure, is_forward = torch.zeros(()), _Failure(), True
+        running: list[str] = []
         comparing = self._outputs.compare(self._sharded.model) if step == 0 else contextlib.nullcontext()
         try:
             with running_modules(self._sharded.model) as running, comparing:
@@ -182,7 +195,6 @@ class _ComparisonRun:
             # A ShardedModuleError describes the shards; the error of the user's code is more specific here.
             error = raised.__cause__ if isinstance(raised, ShardedModuleError) and raised.__cause__ else raised
             module_name = running[-1] if running and is_forward else ""
-            is_consequence = isinstance(error, CollectiveError)
             owner = original_class(self._sharded.model.get_submodule(module_name)).__name__
             shown = (
                 f"the forward of '{module_name}' ({owner})"
@@ -191,13 +203,15 @@ class _ComparisonRun:
                 if is_forward
                 else "its backward"
             )
-            failure = (
+            failure = _Failure(
+                isinstance(error, CollectiveError),
                 module_name,
                 f"the sharded model raises {type(error).__name__} in {shown}{_raised_at(error)}: {error}",
             )
-        self._wait_for_ranks(bool(failure[1]))
-        failures = [each for each in self._all_gather((is_consequence, failure)) if each[1][1]]
-        return (loss.detach(), *min(failures, key=lambda each: each[0], default=(False, ("", "")))[1])
+        self._wait_for_ranks(bool(failure.text))
+        failures = [each for each in self._all_gather(failure) if each.text]
+        failure = min(failures, key=lambda each: each.is_consequence, default=failure)
+        return loss.detach(), failure.module, failure.text
 
     def _wait_for_ranks(self, has_failed: bool) -> None:
         """Wait for all ranks.
@@ -238,7 +252,7 @@ class _ComparisonRun:
         gradient_differences = _relative_differences(gradients_of(self._sharded.model), gradients)
         self._sharded.step()
         self._optimizer.step()
-        sharded = {name: full(p) for name, p in self._sharded.model.named_parameters() if p.requires_grad}
+        sharded = {name: unsharded_value(p) for name, p in self._sharded.model.named_parameters() if p.requires_grad}
         weights = {name: reference[name].detach() for name in self._names}
         weight_differences = _relative_differences(sharded, weights)
         result = torch.tensor([gradient_differences, weight_differences], dtype=torch.float64, device=self._device)
@@ -257,10 +271,10 @@ class _ComparisonRun:
         request = self._request
         if request.tolerance is not None:
             return request.tolerance, ""
-        coarsest = max((request.dtype, *self._dtypes.seen), key=lambda dtype: TOLERANCES.get(dtype, 0.0))
+        coarsest = max((request.dtype, *self._computed_dtypes.collected), key=lambda dtype: TOLERANCES.get(dtype, 0.0))
         dtype_tolerance = TOLERANCES[request.dtype]
         is_coarser = TOLERANCES[coarsest] > dtype_tolerance
-        note = f", because the forward computes partly in {_name(coarsest)}" if is_coarser else ""
+        note = f", because the forward computes partly in {_dtype_name(coarsest)}" if is_coarser else ""
         return TOLERANCES[coarsest], note
 
     def _result(
@@ -283,9 +297,9 @@ class _ComparisonRun:
             tolerance_note,
             tuple(losses),
             tuple(parameters),
-            _earliest(firsts),
+            _earliest_difference(firsts),
             failure,
-            self._draws,
+            self._draws_random_numbers,
             report(self._sharded.model).notes,
         )
         if replicated_note and not result.agrees:
@@ -299,7 +313,7 @@ class _ComparisonRun:
         return (
             f"{type(self._reference).__name__}{layers}: layout {request.layout}{stage}, plan "
             f"{Plan(request.plan).preset or 'of rules'}, against one rank; SGD with learning rate "
-            f"{request.learning_rate:g} in {_name(request.dtype)}, {self._mode} mode; loss: {self._loss_name}"
+            f"{request.learning_rate:g} in {_dtype_name(request.dtype)}, {self._mode} mode; loss: {self._loss_name}"
         )
 
 
@@ -316,12 +330,12 @@ class _ComputedDtypes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[torch.dtype] = set()
+        self.collected: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        self.seen |= {tensor.dtype for tensor in tensors if tensor.dtype in TOLERANCES and tensor.numel() > 1}
+        self.collected |= {tensor.dtype for tensor in tensors if tensor.dtype in TOLERANCES and tensor.numel() > 1}
         return result
 
 
@@ -330,9 +344,9 @@ def _relative_differences(values: dict[str, Tensor], references: dict[str, Tenso
     return [relative_difference(values[name], tensor, _FLOOR * total) for name, tensor in references.items()]
 
 
-def _earliest(firsts: list[OutputDifference]) -> OutputDifference | None:
+def _earliest_difference(firsts: list[OutputDifference]) -> OutputDifference | None:
     return min(firsts, key=lambda first: first.position, default=None)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

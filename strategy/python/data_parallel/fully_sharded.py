@@ -38,8 +38,8 @@ def apply_fsdp(
     - with `entry_points`, the outermost modules with a forward and parameters, which a caller may call without calling
       the model's own forward. A single such module is a unit only if `mp_policy` has a `param_dtype` or the model
       itself is no unit.
-    - if `mp_policy` has a `param_dtype`, each module whose rule in the plan names another dtype, in which it is
-      gathered.
+    - if `mp_policy` has a `param_dtype`, each module whose rule in the plan names another dtype; its parameters
+      are gathered in that dtype.
 
     Modules that share a weight are no units: their parameters belong to the unit around them. A second call with equal
     `mesh`, `reshard_after_forward` and `mp_policy` changes nothing.
@@ -47,12 +47,12 @@ def apply_fsdp(
     Args:
         model: plain modules, or modules that `parallelize` and `checkpoint_activations` have changed.
         mesh: the data-parallel axis, or (replicas, data-parallel) axes, of the mesh that the model is on.
-        reshard_after_forward: free units after their forward (ZeRO stage 3), or after their backward (2). The model
-            itself, a single unit of `entry_points`, units in the last block and the units around vocab_head layers are
-            always freed after their backward.
+        reshard_after_forward: free units after their forward (ZeRO stage 3), or after their backward (stage 2). The
+            model itself, a single unit of `entry_points`, the last block with the units inside it, and the innermost
+            units around vocab_head layers are always freed after their backward.
         mp_policy: dtypes of gathered parameters and reduced gradients; None: those of the parameters.
         entry_points: methods of `model` that are called besides its forward; None: none.
-        root_is_unit: whether the model itself is a unit. It must not be if backwards run while its methods run (manual
+        root_is_unit: whether the model itself is a unit. Pass False if the model's methods run backwards (manual
             optimization); then each parameter must belong to another unit.
 
     Returns:
@@ -106,10 +106,11 @@ def apply_fsdp(
 
 
 def _disable_prefetch(model: nn.Module, names: list[str]) -> None:
-    """Disable prefetch: without streams there is no overlap, and a unit gathered ahead only takes memory."""
+    """Disable prefetch, on CPU: without streams there is no overlap, and a unit gathered ahead only takes memory."""
     for name in names:
         unit: Any = model.get_submodule(name)
-        # An empty list would mean FSDP2's own prefetch; the unit itself is gathered already when its backward begins.
+        # An empty list would mean FSDP2's default prefetch. A unit that prefetches only itself gathers nothing: it is
+        # gathered already when its backward begins.
         unit.set_modules_to_backward_prefetch([unit])
 
 

@@ -1,4 +1,4 @@
-"""Converts between full tensors, DTensors and this rank's shards of them, without communication."""
+"""Converts DTensors to this rank's shards, and full tensors to DTensors, without communication."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.strategy._plan import shard_range
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor itself, detached from autograd; shares its storage."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself; outside of autograd, without a copy."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 

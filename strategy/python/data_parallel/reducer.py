@@ -69,7 +69,7 @@ class GradientReducer:
 
     def _register(self, parameters: Iterable[Tensor]) -> None:
         """Add buckets and hooks for parameters that require gradients and have none yet."""
-        for bucket in _buckets(list(parameters), self._bucket_bytes):
+        for bucket in _divide_into_buckets(list(parameters), self._bucket_bytes):
             self._buckets.append(bucket)
             for parameter in bucket.parameters:
                 self._bucket_of[parameter] = bucket
@@ -181,7 +181,7 @@ def _split(flat: Tensor, bucket: _Bucket) -> tuple[Tensor, ...]:
     return segments
 
 
-def _buckets(parameters: list[Tensor], bucket_bytes: int) -> list[_Bucket]:
+def _divide_into_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[_Bucket]:
     """Divide parameters into buckets, roughly in the order in which a backward completes their gradients."""
     buckets: list[_Bucket] = []
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}

@@ -36,8 +36,8 @@ class ShardedStates:
 
     The ranks of the group hold equal local parameters and equal gradients. A flat shard is a view of consecutive
     elements of the local parameter, equally many on each rank except for the last ranks. The optimizer object stays the
-    user's: during a step, a load or a save its groups list the shards; at any other time they list the parameters. The
-    options of its groups are never changed.
+    user's: during a step (after its closure), a load or a save its groups list the shards; at any other time they list
+    the parameters. The options of its groups are never changed.
     """
 
     def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup, gather_bytes: int = _GATHER_BYTES) -> None:
@@ -54,18 +54,19 @@ class ShardedStates:
         self._group = group
         self._gather_bytes = gather_bytes
         self._flat_shards: dict[Tensor, Tensor] = {}
-        self._group_parameters: list[list[Tensor]] | None = None  # while flat shards replace them
+        # The parameters of each group of the optimizer, while its groups list flat shards; else None.
+        self._group_parameters: list[list[Tensor]] | None = None
         _instances[optimizer] = self
         self._shard_states(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda optimizer, *_: self._end_step(optimizer))
-        optimizer.register_state_dict_pre_hook(self._show_flat_shards)
-        optimizer.register_state_dict_post_hook(lambda optimizer, _: self._show_parameters(optimizer))
-        optimizer.register_load_state_dict_pre_hook(lambda optimizer, _: self._show_flat_shards(optimizer))
-        optimizer.register_load_state_dict_post_hook(self._show_parameters)
+        optimizer.register_state_dict_pre_hook(self._list_flat_shards)
+        optimizer.register_state_dict_post_hook(lambda optimizer, _: self._restore_parameters(optimizer))
+        optimizer.register_load_state_dict_pre_hook(lambda optimizer, _: self._list_flat_shards(optimizer))
+        optimizer.register_load_state_dict_post_hook(self._restore_parameters)
 
     def _shard_states(self, optimizer: Optimizer) -> None:
-        """Shard existing states: Adagrad creates its states at once."""
+        """Shard existing states: Adagrad creates its states in its constructor."""
         for parameter in list(optimizer.state):
             shape = parameter.shape
             values = optimizer.state.pop(parameter)
@@ -77,7 +78,7 @@ class ShardedStates:
             }
 
     def local_flat_shard(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """Return this rank's flat shard of a value for the local shard of `parameter`; a view if possible."""
+        """Return this rank's flat shard of `value`, shaped as `parameter`'s local shard; a view if possible."""
         start, stop = self._flat_shard_range(parameter, self._group.rank())
         return _flat(_with_layout_of(value, parameter))[start:stop]
 
@@ -118,13 +119,13 @@ class ShardedStates:
             cached.data = made.data  # the keys of the optimizer's states are these objects
         return cached
 
-    def _show_flat_shards(self, optimizer: Optimizer) -> None:
+    def _list_flat_shards(self, optimizer: Optimizer) -> None:
         if self._group_parameters is None:
             self._group_parameters = [group["params"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["params"] = [self._flat_shard_of(parameter) for parameter in group["params"]]
 
-    def _show_parameters(self, optimizer: Optimizer) -> None:
+    def _restore_parameters(self, optimizer: Optimizer) -> None:
         for group, parameters in zip(
             optimizer.param_groups, self._group_parameters or (), strict=bool(self._group_parameters)
         ):
@@ -132,7 +133,7 @@ class ShardedStates:
         self._group_parameters = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Call a closure, which computes gradients, with the parameters in the groups; the step uses flat shards."""
+        """Put flat shards into the groups; if the step has a closure, which computes gradients, only after its call."""
         _, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
         if closure is None:
@@ -149,24 +150,24 @@ class ShardedStates:
         return args, {**kwargs, "closure": closure_and_begin}
 
     def _begin_step(self, optimizer: Optimizer) -> None:
-        self._show_flat_shards(optimizer)
-        for parameter in self._listed_parameters():
+        self._list_flat_shards(optimizer)
+        for parameter in self._replaced_parameters():
             grad = None if parameter.grad is None else local_shard(parameter.grad)
             self._flat_shards[parameter].grad = None if grad is None else self.local_flat_shard(parameter, grad)
 
     def _end_step(self, optimizer: Optimizer) -> None:
-        stepped = [p for p in self._listed_parameters() if p.grad is not None]
+        stepped = [p for p in self._replaced_parameters() if p.grad is not None]
         for parameter in stepped:
             self._flat_shards[parameter].grad = None
-        self._show_parameters(optimizer)
+        self._restore_parameters(optimizer)
         with torch.no_grad():
             self._all_gather(stepped)
 
-    def _listed_parameters(self) -> Iterable[Tensor]:
+    def _replaced_parameters(self) -> Iterable[Tensor]:
         return (parameter for parameters in self._group_parameters or () for parameter in parameters)
 
     def _all_gather(self, parameters: list[Tensor]) -> None:
-        """All-gather the stepped shards of all ranks: large parameters of even shards in place, others packed."""
+        """All-gather the stepped shards of all ranks: large parameters that divide evenly in place, others packed."""
         packed: list[Tensor] = []
         used = 0
         for parameter in parameters:

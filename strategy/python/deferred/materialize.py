@@ -34,7 +34,7 @@ def full_value_of(tensor: DeferredTensor) -> Tensor:
 
 
 def shard_of(tensor: DeferredTensor, dim: int, start: int, length: int) -> tuple[Tensor, bool]:
-    """Return (`narrow(dim, start, length)` of the values, contiguous; whether it was made without the full tensor)."""
+    """Return `narrow(dim, start, length)` of the values, contiguous; and whether no full tensor was made for it."""
     if storage_of(tensor.meta) not in tensor.tape.materialized and tensor.device.type == "cpu":
         with torch.no_grad():
             made = stream.shard(tensor.tape, tensor.meta, dim, start, length)
@@ -55,20 +55,20 @@ def materialize(module: nn.Module) -> list[str]:
     names: list[str] = []
     visiting: set[int] = set()  # containers being searched: one may contain itself
 
-    def value(name: str, tensor: DeferredTensor) -> Tensor:
+    def plain_tensor(name: str, tensor: DeferredTensor) -> Tensor:
         if id(tensor) not in made:
             made[id(tensor)] = plain_of(tensor, full_value_of(tensor))
             names.append(name)
         return made[id(tensor)]
 
-    def replaced(name: str, item: Any) -> Any:
+    def without_deferred(name: str, item: Any) -> Any:
         if is_deferred(item):
-            return value(name, item)
+            return plain_tensor(name, item)
         if type(item) not in (list, tuple, dict) or id(item) in visiting:
             return item
         visiting.add(id(item))
         values = list(item.values()) if type(item) is dict else list(item)
-        new = [replaced(name, each) for each in values]
+        new = [without_deferred(name, each) for each in values]
         visiting.discard(id(item))
         if all(a is b for a, b in zip(new, values, strict=True)):
             return item
@@ -79,13 +79,13 @@ def materialize(module: nn.Module) -> list[str]:
         for table in (owner._parameters, owner._buffers):
             for name, item in table.items():
                 if is_deferred(item):
-                    table[name] = value(prefix + name, item)
+                    table[name] = plain_tensor(prefix + name, item)
                 elif isinstance(item, DTensor) and is_deferred(item._local_tensor):
                     # The constructor made a DTensor of a deferred tensor.
-                    item._local_tensor = value(prefix + name, item._local_tensor)
+                    item._local_tensor = plain_tensor(prefix + name, item._local_tensor)
         for name, item in list(owner.__dict__.items()):
             if name not in ("_parameters", "_buffers", "_modules"):
-                new = replaced(prefix + name, item)
+                new = without_deferred(prefix + name, item)
                 if new is not item:
                     owner.__dict__[name] = new
     return names
@@ -109,10 +109,10 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def check_written(module: nn.Module) -> None:
-    """Check that all parameters were written to after they were created.
+    """Check that all parameters have values: were created with some (`torch.zeros`), or written to afterwards.
 
     Raises:
-        ValueError: names the parameters that were not.
+        ValueError: names the parameters that have none.
     """
     unwritten = [
         name

@@ -2,8 +2,8 @@
 
 A call that fills a contiguous range element by element draws the same values in chunks if each chunk but the last is
 a multiple of 16 elements long and the last has at least 16 (normal_ transforms 16 numbers at once, and draws the last
-16 of a range again). This does not hold for every library: if a kernel seeds its own stream in each call, as MKL's
-bernoulli_ on Intel's processors does, chunks have other values. So each kind of call is tried before use.
+16 of a range again). This does not hold for kernels that seed their own stream in each call, as MKL's bernoulli_ on
+Intel's processors does. So each kind of call is tried before use.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def draws_in_chunks(function: Any, dtype: torch.dtype, args: tuple[Any, ...]) ->
         return False
     key = (function, dtype, args)
     if key not in _known_results:
+        # A chunk of a multiple of 16 elements and a last one of more than 16, against one call for both.
         _known_results[key] = _drawn(function, dtype, args, 85) == _drawn(function, dtype, args, 48, 37)
     return _known_results[key]
 
@@ -187,7 +188,7 @@ def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, l
         if function in _CONSTANT or function is aten.full.default:
             initial = _CONSTANT[function] if function in _CONSTANT else entry.args[1]
             continue
-        write = _write(entry, meta)
+        write = _write_of(entry, meta)
         if write is None:
             is_known = False
             continue
@@ -198,7 +199,7 @@ def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, l
     return (initial, writes) if is_known else None
 
 
-def _write(entry: Entry, meta: Tensor) -> _Write | None:
+def _write_of(entry: Entry, meta: Tensor) -> _Write | None:
     """Return an entry as a `_Write`; None if it is no elementwise or chunked random call on a contiguous range."""
     function = entry.function
     target: Any = entry.args[0] if entry.args else None
@@ -231,8 +232,8 @@ def _overwrites(function: Any) -> bool:
 def _applies_to_shard(write: _Write, outer: int, row: int) -> bool:
     """Return whether a call can be applied to a shard of a tensor of `outer` rows of `row` elements.
 
-    With several rows, its range must consist of full rows and, if it is random, be drawn in chunks of full rows. A
-    shard of a single row is a contiguous range.
+    With several rows, the call's range must consist of full rows; a random call is drawn in chunks of full rows, which
+    must not have to be larger than `_MAX_CHUNK`. A shard of a single row is a contiguous range.
     """
     if outer > 1 and (write.first % row or write.end % row):
         return False

@@ -60,7 +60,7 @@ class Tape:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self._entries_of: dict[Storage, list[int]] = {}
-        # Storages whose values were read, each with a real tensor of them; all later calls on them are executed.
+        # Storages whose values were read, each with a real tensor of its values; all later calls on it are executed.
         self.materialized: dict[Storage, Tensor] = {}
 
     def record(self, entry: Entry) -> None:

@@ -23,7 +23,7 @@ _DATA: Any = Tensor.data  # a descriptor
 
 
 class _NeedsValuesError(Exception):
-    """A result's shape depends on values, or the call is invalid: the call on real tensors will raise the error."""
+    """A result's shape depends on values, or the call is invalid; then the call on real tensors raises the error."""
 
 
 class DeferredTensor(Tensor):
@@ -146,7 +146,7 @@ def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def record_in_place(function: Any, tensor: DeferredTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Record a function that changes one tensor in place; running it on an empty tensor advances the generator."""
+    """Record a function that changes one tensor in place; a run on an uninitialised tensor advances the generator."""
     generator = kwargs.get("generator") or _generator_of(tensor.device)
     random = RandomState(generator, generator.get_state())
     with no_dispatch():
@@ -185,7 +185,7 @@ def _advance_generator(func: Any, args: Any, kwargs: Any, result: Any, device: t
     """Advance the generator as the call would, so that the program draws the same numbers afterwards.
 
     Returns:
-        The generator's state before; None for a call that draws no numbers.
+        The generator with its state before the call; None for a call that draws no numbers.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
@@ -210,7 +210,7 @@ def _call_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def value_of(tensor: DeferredTensor) -> Tensor:
-    """Return the full tensor; from now on, calls on the deferred tensor run on its storage."""
+    """Return the full tensor; from now on, calls on the deferred tensor run on the full tensor."""
     storage = storage_of(tensor.meta)
     if storage not in tensor.tape.materialized:
         [full] = tensor.tape.replay([tensor.meta])

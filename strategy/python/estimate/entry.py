@@ -43,8 +43,8 @@ class Estimate:
 
     Attributes:
         num_parameters: of the full model; tied parameters count once.
-        bytes_per_parameter: that training takes for an element of a parameter: the element, its gradient, its optimizer
-            state and its half-precision copies.
+        bytes_per_parameter: the bytes of one element of a parameter in training: the element, its gradient, its
+            optimizer state and its half-precision copies.
         mesh: as `Mesh` prints it.
         ranks: one of each set of ranks with equal figures.
         note: a sentence on the categories that are not predicted, in which case the figures are lower bounds; "": none.
@@ -107,7 +107,7 @@ def _in(unit: str, num_bytes: int) -> str:
 
 
 def estimate(spec: _plan.TrainingSpec, mesh: _plan.Mesh) -> Estimate:
-    """Return the bytes of each set of equal ranks of a training that the memory model predicts.
+    """Return the bytes of each set of ranks with equal figures, for a training that the memory model predicts.
 
     Raises:
         ValueError: the parts of the training do not fit together.
@@ -131,7 +131,7 @@ def estimate_file(path: str | Path, *, layout: str | None = None) -> Estimate:
 
 
 def estimate_training(training: Training) -> Estimate:
-    """Return the bytes of each set of equal ranks of a training, with a note if categories are not predicted.
+    """Return the bytes of each set of ranks with equal figures, with a note if categories are not predicted.
 
     Raises:
         ValueError: the parts of the training do not fit together, or transformers cannot build its model.
@@ -143,10 +143,10 @@ def estimate_training(training: Training) -> Estimate:
 
 def _estimate_state(training: Training) -> Estimate:
     """Return the persistent bytes of each rank, and the saved activations of pipeline stages where they are known."""
-    others = _plan.Mesh([(axis, size) for axis, size in training.mesh.axes if axis != PIPELINE_AXIS])
-    training.spec(_ONE_MLP, others)  # raises for unknown names
+    other_axes = _plan.Mesh([(axis, size) for axis, size in training.mesh.axes if axis != PIPELINE_AXIS])
+    training.spec(_ONE_MLP, other_axes)  # raises for unknown names
     # Raises for axes and combinations of options that are not supported; one MLP has no blocks to checkpoint.
-    _, bytes_per_parameter = training.spec(_ONE_MLP, others, activation_checkpointing="none").parameter_cost()
+    _, bytes_per_parameter = training.spec(_ONE_MLP, other_axes, activation_checkpointing="none").parameter_cost()
     with_torch = _module_with_torch()
     has_chosen_cuts = training.pipeline is not None and training.pipeline.cuts is None
     training = with_torch.with_chosen_cuts(training)
@@ -155,7 +155,7 @@ def _estimate_state(training: Training) -> Estimate:
     activations = [] if reason else activations_of_ranks(training, found.stage_of)
     by_figures: dict[tuple[int, ...], RankEstimate] = {}
     tp_size = axis_size(training.mesh, "tensor_parallel")
-    num_ranks = training.mesh.size() // len(found.usages)
+    ranks_per_usage = training.mesh.size() // len(found.usages)
     for i, usage in enumerate(found.usages):
         phases = {"init": {**dict.fromkeys(usage, 0), "parameters": usage["parameters"]}, "step": usage}
         if activations:
@@ -170,7 +170,7 @@ def _estimate_state(training: Training) -> Estimate:
         rank = training.mesh.rank([coordinates.get(axis, 0) for axis, _ in training.mesh.axes])
         key = tuple(size for each in phases.values() for size in each.values())
         before = by_figures.setdefault(key, RankEstimate(rank, 0, phases))
-        by_figures[key] = dataclasses.replace(before, num_ranks=before.num_ranks + num_ranks)
+        by_figures[key] = dataclasses.replace(before, num_ranks=before.num_ranks + ranks_per_usage)
     note = _NO_ACTIVATIONS.format(reason) if reason else _NO_TEMPORARIES
     if has_chosen_cuts and training.pipeline is not None:
         cuts = ", ".join(map(repr, training.pipeline.cuts or ()))
@@ -185,5 +185,6 @@ def _module_with_torch() -> Any:
     except ImportError as error:
         raise ValueError(
             f"the memory of this training is counted on a model of transformers, which needs torch ({error}); install "
-            "torch and transformers, or give a configuration of llama, mistral or qwen2 without pipeline."
+            "torch and transformers, or give a configuration of llama, mistral or qwen2 without pipeline and "
+            "without the plan huggingface."
         ) from error

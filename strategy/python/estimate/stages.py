@@ -31,7 +31,7 @@ def why_no_activations(training: Training) -> str:
         model_type = training.hugging_face["model_type"]
         is_known_type = model_type in DECODERS
         return f"model_type {model_type!r}{' with mlp_bias or attention_bias' if is_known_type else ''}"
-    if training.pipeline is None:
+    if training.pipeline is None:  # `estimate_training` comes here only with the plan "huggingface" then
         return f"the plan {training.plan!r}"
     if training.plan is not None:
         return "pipelines with a plan other than 'auto'"
@@ -44,8 +44,8 @@ def activations_of_ranks(training: Training, stage_of: Mapping[str, int]) -> lis
     """Return the peak bytes of saved activations by pipeline rank, for the micro-batches that are in flight.
 
     From the forward of a micro-batch to its backward, a stage keeps the saved activations of its blocks, including
-    their inputs. The last stage also keeps those of the final norm and the loss, and the logits. Every rank has the
-    full batch.
+    their inputs. The last stage also keeps those of the final norm and the loss, and the logits. Each rank also
+    holds the token ids of the full batch, which are included.
 
     Args:
         training: a pipeline for which `why_no_activations` returns ""; its cuts are chosen already (not None).

@@ -41,7 +41,7 @@ class ModelState:
 
     Attributes:
         num_parameters: elements of the model's parameters; tied parameters count once.
-        usages: bytes of "parameters" (with buffers), "gradients" and "optimizer_state" on each data-parallel rank, by
+        usages: bytes of "parameters" (with buffers), "gradients" and "optimizer_state" on a data-parallel rank, by
             pipeline rank, then tensor-parallel rank.
         stage_of: the stage of each layer, by its name; empty without a pipeline.
     """
@@ -112,7 +112,8 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     except ImportError as error:
         raise ValueError(
             f"the memory of model_type {model_type!r} is counted on a model of transformers, which is not installed; "
-            "install transformers, or give a configuration of llama, mistral or qwen2 without pipeline."
+            "install transformers, or give a configuration of llama, mistral or qwen2 without pipeline and without the "
+            "plan huggingface."
         ) from error
     transformers.logging.set_verbosity_error()  # its warnings concern running the model
     options = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
@@ -145,7 +146,7 @@ def _stages_of(training: Training, pipeline_rank: int) -> list[int]:
 
 
 def _cut_into_stages(model: nn.Module, layers: Layers, stages: list[int]) -> set[int]:
-    """Remove the layers of other stages in place; return the ids of the parameters that no layer holds."""
+    """Remove the layers of other stages in place; return the ids of the trunk's parameters, which no layer holds."""
     staged = StagedModel(model, layers, stages, torch.device("cpu"))
     local_layers = [name for name, stage in staged.layers.stage_of.items() if stage == ANY_STAGE or stage in stages]
     in_layers = {id(parameter) for name in local_layers for parameter in model.get_submodule(name).parameters()}
@@ -188,7 +189,7 @@ class _Costs:
 
     @staticmethod
     def _parameter_bytes(training: Training, num_elements: int) -> dict[str, int]:
-        """Return the bytes of one parameter of `num_elements` by category: half of those of an MLP with two of them."""
+        """Return the bytes of one parameter of `num_elements` by category, as half of an MLP with two parameters."""
         model = _plan.FeedForwardModel(dim=1, hidden_dim=num_elements, gated=False)
         spec = training.spec(model, _plan.Mesh(), activation_checkpointing="none")
         return {name: size // 2 for name, size in spec.predict(0)["step"].items()}

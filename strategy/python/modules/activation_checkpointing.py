@@ -23,7 +23,8 @@ from weft.strategy.sharding.state import cached, original_class, state_of
 FULL, SELECTIVE, NONE = "full", "selective", "none"
 CheckpointSpec = str | Sequence[str] | Mapping[str, str]
 
-# The results that a selective checkpoint saves: of matrix products, of attention and of communication.
+# The operators whose results a selective checkpoint saves: matrix products, convolutions, attention, communication,
+# vocabulary-parallel embeddings and losses.
 _SAVED_ATEN = (
     *("mm", "addmm", "bmm", "baddbmm", "convolution"),
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
@@ -46,19 +47,20 @@ def checkpoint_activations(model: nn.Module, what: CheckpointSpec = FULL, *, off
         model: a plain module, or one that `parallelize`, `fully_shard` or both have changed.
         what: "full" or "selective" for all repeated blocks (see `repeated_blocks`); or a pattern of module names, as in
             a plan, or several, for a full checkpoint of each match; or a dict from pattern to "full" or "selective"; or
-            "none". A full checkpoint saves a module's inputs. A selective one also saves the results of its matrix
-            products, attention and communication, which are not recomputed; code must not change these results in
-            place.
+            "none". A full checkpoint saves a module's inputs. A selective one also saves the results of matrix
+            products, convolutions, attention and communication, which are not recomputed; code must not change these
+            results in place.
         offload: keep the tensors among a module's arguments in pinned CPU memory until the backward.
 
     Returns:
         The names of the checkpointed modules.
 
     Raises:
-        ValueError: no blocks were found, a pattern matches nothing, a layer is inside a fused MLP, a module has another
-            checkpoint already, or a selective checkpoint is for an MLP whose rule says recompute. Nothing has been
-            changed then.
-        TypeError: `what` is none of these.
+        ValueError: no blocks were found, a pattern matches nothing, two patterns disagree, or a matched module is a
+            layer of a fused MLP, has no forward of its own, has another checkpoint already, contains a rule
+            with offload, or would get a selective checkpoint around a rule with recompute. Nothing has been changed
+            then.
+        TypeError: `what` has none of these types.
     """
     check_checkpoint_spec("checkpoint_activations", what)
     modes = _modes(model, what)
@@ -205,8 +207,8 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
     # torch.compile does not support a context_fn that does nothing.
     options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
 
-    # No parameter has a name that torch_checkpoint.checkpoint takes as an option. The last of `args` are keyword
-    # arguments with these `names`: save_on_cpu offloads only tensors that are positional arguments.
+    # No parameter of `run` has a name that torch_checkpoint.checkpoint takes as an option. The last of `args` are the
+    # keyword arguments called `names`: save_on_cpu offloads only tensors that are positional arguments.
     def run(self: nn.Module, lengths: Any, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:
         num_args = len(args) - len(names)
         with contextlib.nullcontext() if lengths is None else lengths():
@@ -227,9 +229,9 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
 
 
 def _lengths_context(module: nn.Module) -> Any:
-    """Return a context manager for the recomputation that restores the sequence lengths of this forward.
+    """Return a context manager for the recomputation that restores the sequence lengths of the forward.
 
-    None: there are no lengths, or the module is the first block of its list, which sets them itself.
+    None: there are no lengths, or the module is the first block of its list and sets them itself.
     """
     state = state_of(module)
     if state is None or state.sequence_role is None or state.sequence_role.is_first_block:

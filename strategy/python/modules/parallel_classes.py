@@ -1,7 +1,8 @@
-"""The classes of parallelized modules, which replace their own classes.
+"""The classes that parallelized modules get in place of their own.
 
-Each is a subclass of the module's class, made once per class and style. isinstance, hooks, names and `_parameters` do
-not change; only the forward and the reading of parameters do. FSDP2 changes classes the same way.
+Each is a subclass of the module's class, made once for each set of arguments of `parallel_class`. isinstance, hooks,
+names and `_parameters` do not change; only the forward and the reading of parameters do. FSDP2 changes classes the
+same way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft.strategy.modules.precision import in_precision
-from weft.strategy.modules.sharded_errors import explained
+from weft.strategy.modules.sharded_errors import explaining_errors
 from weft.strategy.modules.stepped_mlp import stepped_mlp_of
 from weft.strategy.modules.vocab_head import VocabParallelLogits, head_of
 from weft.strategy.recognition.attribute_reads import changes_in
@@ -47,7 +48,7 @@ class ParallelModule:
 
 
 def _local_shard_of(module: Any, name: str) -> Tensor | None:
-    """Return this rank's tensor-parallel shard of a parameter, in the module's precision; None if there is none."""
+    """Return this rank's tensor-parallel shard of a parameter, in the module's precision; None if it is None."""
     parameter = module._parameters[name]
     if isinstance(parameter, DTensor) and not torch.compiler.is_compiling():
         mesh, expected = parameter._spec.mesh, module._weft_state.mesh
@@ -77,7 +78,7 @@ def _weight_and_bias(module: nn.Module, transposed: bool) -> tuple[Tensor, Tenso
 def _column_forward(self: Any, input: Tensor) -> Tensor:
     state = self._weft_state
     weight, bias = _weight_and_bias(self, state.transposed)
-    if state.sequence_role is not None:  # the backward of the gather before sums the input's gradient
+    if state.sequence_role is not None:  # the preceding gather's backward sums the input's gradient
         return torch.nn.functional.linear(input, weight, bias)
     output: Tensor = torch.ops.weft.column_linear(input, weight, bias, group_name=state.group_name)
     return output if state.scope is None or not is_outside(state.scope) else _gathered(self, output)
@@ -251,7 +252,7 @@ def _explained_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     def explained_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
-        with explained():
+        with explaining_errors():
             return forward(self, *args, **kwargs)
 
     return explained_forward
@@ -259,7 +260,7 @@ def _explained_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @cached
 def _sequence_forward_of(cls: type[nn.Module], has_local_attributes: bool = False) -> Callable[..., Any]:
-    """Return `_plain_forward_of(cls)` between the operations of the module's sequence role."""
+    """Return `_plain_forward_of(cls)` with the sequence role's operations before and after it."""
     plain = _plain_forward_of(cls, has_local_attributes)
 
     @functools.wraps(plain)
@@ -334,15 +335,17 @@ def parallel_class(
     explains: bool = False,
     is_scope: bool = False,
 ) -> type[nn.Module]:
-    """Return the class that replaces `cls` for modules of a style ("" and "replicate" keep the forward of `cls`).
+    """Return the class that replaces `cls` for modules of a style.
+
+    Styles that are not in `_STYLED_FORWARDS` keep the forward of `cls`.
 
     Args:
         sequence_kind: `SequenceRole.kind`, if activations are sharded along the sequence; else "".
         has_precision: whether the module computes in a dtype of its own.
         has_local_attributes: whether attributes have this rank's values, such as head counts, while its forward runs.
-        is_shard_dropout: whether it is an nn.Dropout whose input is one rank's shard.
+        is_shard_dropout: whether the module is an nn.Dropout whose input is one rank's shard.
         explains: whether its forward explains errors of sharded modules inside.
-        is_scope: whether its forward is the scope of column and row layers inside.
+        is_scope: whether its forward is the scope (see `sharding.scopes`) of column and row layers inside.
     """
     namespace: dict[str, Any] = {"__module__": cls.__module__, "__getattr__": _getattr_of(cls)}
     own_dropout = _shard_dropout_forward if is_shard_dropout else None

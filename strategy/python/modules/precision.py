@@ -16,7 +16,7 @@ def in_precision(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     Floating tensors among the arguments are cast to that dtype, parameters when they are read. Floating results are
     cast back to the dtype of the first floating argument, unless there is none, or autocast, which accepts any dtype,
-    is on.
+    is on. Inside the forward, autocast is off.
     """
 
     @functools.wraps(forward)

@@ -25,7 +25,7 @@ class ShardedModuleError(RuntimeError):
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def explaining_errors() -> Iterator[None]:
     """Inside, replace an error that shards may have caused (shapes, mixed tensors) by a ShardedModuleError."""
     try:
         yield
@@ -41,7 +41,8 @@ def explanation_of(error: BaseException) -> str | None:
 
     A sharded layer itself is named only if no module around it is in the traceback. None: the error has another cause.
     """
-    is_explained = isinstance(error, (ShardedModuleError, dist.DistBackendError))  # names the module, or ranks
+    # The texts of these errors name the module, or the ranks, already.
+    is_explained = isinstance(error, (ShardedModuleError, dist.DistBackendError))
     if is_explained or not _SHARD_ERRORS.search(str(error)):
         return None
     traceback_modules = list(reversed(_modules_of(error.__traceback__)))

@@ -1,7 +1,9 @@
 """The logits that an output layer with the style vocab_head returns; each rank computes only its own classes.
 
-`F.cross_entropy` and `nn.CrossEntropyLoss` of these logits run the vocabulary-parallel operators on the layer's input:
-full logits are never materialized. Any other operation gathers them, on all ranks.
+`F.cross_entropy` and `nn.CrossEntropyLoss` of logits `[tokens, v]`, with class indices as targets and without class
+weights, run the vocabulary-parallel operators on the layer's input: full logits are never materialized. Metadata, views
+that keep the classes and casts that keep the loss need no logits, either; in-place operations raise; any other
+operation gathers full logits, on all ranks.
 """
 
 from __future__ import annotations
@@ -98,9 +100,9 @@ def version_of(*tensors: Tensor) -> int:
 class VocabParallelLogits(Tensor):
     """Logits `[..., vocab_size]` that are not computed yet: hidden states and their output layer.
 
-    Views that keep the last dim, and casts that do not affect a loss, give deferred logits again. `F.cross_entropy` is
-    computed from the hidden states. Any other operation is applied to full logits, so all ranks of the group must run
-    it.
+    Views that keep the last dim, and casts that do not affect a loss, give deferred logits again. `F.cross_entropy` of
+    `[tokens, v]` with class indices and without class weights is computed from the hidden states. In-place operations
+    raise. Any other operation but metadata is applied to full logits, so all ranks of the group must run it.
     """
 
     _head: Head
@@ -177,7 +179,7 @@ class VocabParallelLogits(Tensor):
 
 
 def materialize_logits(result: Any) -> Any:
-    """Replace deferred logits by full ones, for results that leave code that all ranks of a group run; collective."""
+    """Replace deferred logits in a result by full ones, before it reaches code that only some ranks run; collective."""
     return tree_map_only(VocabParallelLogits, VocabParallelLogits.full_logits, result)
 
 

@@ -67,14 +67,14 @@ def fuse(optimizer: Optimizer, model: nn.Module | None = None) -> str | None:
     """
     if all(group.get("fused") for group in optimizer.param_groups):
         return None
-    if (why_not := _why_not(optimizer, model)) is not None:
+    if (why_not := _why_not_fused(optimizer, model)) is not None:
         return why_not
     _set_flags(optimizer)
     optimizer.register_load_state_dict_post_hook(_set_flags)
     return None
 
 
-def _why_not(optimizer: Optimizer, model: nn.Module | None) -> str | None:
+def _why_not_fused(optimizer: Optimizer, model: nn.Module | None) -> str | None:
     devices = _DEVICES.get(type(optimizer))
     if devices is None:
         return f"{type(optimizer).__name__} has no fused variant"
@@ -84,7 +84,7 @@ def _why_not(optimizer: Optimizer, model: nn.Module | None) -> str | None:
                 return f"{flag}={group[flag]} was chosen"
         if group.get("differentiable"):
             return "it is differentiable"
-        if (why_not := _why_not_together(group["params"], devices)) is not None:
+        if (why_not := _why_parameters_not_fused(group["params"], devices)) is not None:
             return why_not
     sparse = (
         (name for name, module in model.named_modules() if getattr(module, "sparse", False) is True) if model else ()
@@ -93,7 +93,7 @@ def _why_not(optimizer: Optimizer, model: nn.Module | None) -> str | None:
     return None if name is None else f"the gradient of '{name}' is sparse"
 
 
-def _why_not_together(parameters: Iterable[torch.Tensor], devices: tuple[str, ...]) -> str | None:
+def _why_parameters_not_fused(parameters: Iterable[torch.Tensor], devices: tuple[str, ...]) -> str | None:
     kinds = set()
     for parameter in parameters:
         if not parameter.is_floating_point():

@@ -36,7 +36,7 @@ class StepInBackward:
     times in one backward, gets its full gradient and is stepped like other parameters.
 
     The optimizer object stays the user's: the options of its groups are read at each step, its state stays in it, and
-    its `step()` must still be called after the backward; it finds no gradients, ends the step, and allows the next one.
+    its `step()` must still be called after the backward: it finds no gradients, and allows the next backward.
 
     Raises, in a backward:
         RuntimeError: a second backward before `step()`, which would accumulate gradients; a backward inside another
@@ -84,7 +84,7 @@ class StepInBackward:
             )
         self._stepped: list[Tensor] = []
         self._stepped_by_rows: set[Tensor] = set()
-        self._backward: int | None = None
+        self._backward: int | None = None  # autograd's id of the backward that has stepped parameters
         self._groups = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._rows = RowSteps(optimizer, self._apply, before_step)
         self._mlps = step_mlps_by_rows(model, self._groups, self._step_by_rows) if by_rows else {}

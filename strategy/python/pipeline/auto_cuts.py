@@ -24,7 +24,8 @@ class AutoCuts:
 
     stages_per_rank: None: 2 for the schedules "interleaved" and "looped_bfs", 1 for the others.
     example: arguments of the model's forward for one micro-batch (a tuple of positional ones, a dict of keywords, or
-        the only one). Stages are balanced by its floating-point operations, and the limit includes activations.
+        the only one). Stages are balanced by the floating-point operations of this call, and the limit includes its
+        activations.
         None: the Trainer uses the LightningModule's `example_input_array`; without one, stages are balanced by their
         layers' parameters, except those of embeddings.
     memory_limit: the largest number of bytes of a rank. None: the memory of the first rank's CUDA device, which is
@@ -114,9 +115,9 @@ def agree_on_cuts(
     per_rank = num_stages // num_ranks
     outcome: list[Any] = [None]
     if not any(mesh.get_coordinate() or ()):
-        run = schedule
-        if isinstance(run, str):
-            run = Schedule.generate(run, num_ranks, num_micro_batches, per_rank)
+        generated = schedule
+        if isinstance(generated, str):
+            generated = Schedule.generate(generated, num_ranks, num_micro_batches, per_rank)
         limit = _bytes_of(device) if auto.memory_limit is None else auto.memory_limit
         has_example = auto.example is not None
         try:
@@ -125,7 +126,7 @@ def agree_on_cuts(
                 num_stages,
                 forward=(lambda: call_with(model, auto.example)) if has_example else forward,
                 forward_may_fail=not has_example,
-                in_flight=run.simulate().in_flight,
+                in_flight=generated.simulate().in_flight,
                 state_factor=auto.state_factor / parameter_shards,
                 memory_limit=None if limit is None else limit // per_rank,
                 limit_may_fail=auto.memory_limit is None,

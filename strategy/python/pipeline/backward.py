@@ -80,21 +80,23 @@ def _store_gradients_hook(node: Node, arrived: dict[Node, tuple[Tensor | None, .
 class _Graph:
     """The nodes of a graph between outputs and inputs, and their edges to weights.
 
+    A side edge leads from a node of `to_inputs` to a node that leads only to weights.
+
     to_inputs: the nodes from which an input can be reached.
-    junctions: those of them with edges to nodes that lead only to weights, with the edges that no other node has.
-    shared: such edges that several nodes have.
-    can_be_split: whether the weights' gradients come only from these edges.
+    junctions: the nodes with side edges to nodes that no other node leads to, with these edges.
+    shared: the other side edges, to nodes that several nodes lead to.
+    can_be_split: whether only nodes of `to_inputs` lead to the nodes at the ends of shared edges.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Tensor]) -> None:
         input_nodes = {get_gradient_edge(tensor).node for tensor in inputs}
         self.to_inputs: set[Node] = set()
-        for node in reversed(_topological(roots)):  # each node after those it leads to
+        for node in reversed(_topological_order(roots)):  # each node after those it leads to
             if node in input_nodes or any(following in self.to_inputs for following, _ in node.next_functions):
                 self.to_inputs.add(node)
         parents: dict[Node, set[Node]] = collections.defaultdict(set)
         sides: dict[Node, list[Edge]] = {}
-        for node in _topological([root for root in roots if root in self.to_inputs]):
+        for node in _topological_order([root for root in roots if root in self.to_inputs]):
             for following, _ in node.next_functions:
                 if following is not None:
                     parents[following].add(node)
@@ -111,7 +113,7 @@ class _Graph:
         self.can_be_split = all(parents[node] <= self.to_inputs for node, _ in shared)
 
 
-def _topological(roots: Sequence[Node]) -> list[Node]:
+def _topological_order(roots: Sequence[Node]) -> list[Node]:
     """Return all nodes that can be reached from `roots`, each before those it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()

@@ -72,7 +72,7 @@ def choose_cuts(
             f"({', '.join(map(repr, names[:4]))}{', ...' if len(names) > 4 else ''}) for {num_stages} stages; use "
             "fewer stages, or name cuts inside these layers."
         )
-    layers, measure, call_order = _measured(model, names, num_stages, forward, forward_may_fail)
+    layers, measure, call_order = _measure_layers(model, names, num_stages, forward, forward_may_fail)
 
     def cut(limit: int | None) -> Partition:
         return partition(
@@ -85,25 +85,25 @@ def choose_cuts(
         )
 
     try:
-        found, more = cut(memory_limit), ""
+        found, remark = cut(memory_limit), ""
     except ValueError:
         if not limit_may_fail or memory_limit is None:
             raise
         found = cut(None)
-        more = f"; by estimate, no cut keeps each stage below the device's {memory_limit / 1e9:.1f} GB"
+        remark = f"; by estimate, no cut keeps each stage below the device's {memory_limit / 1e9:.1f} GB"
     cuts = tuple(layers[begin].name for begin in found.begins[1:])
     share = max(found.times) / (sum(found.times) or 1)
     text = (
         f"weft cuts {type(model).__name__} into {num_stages} stages, which begin at its first layer and at "
-        f"{', '.join(map(repr, cuts))}: the largest has {share:.0%} of the {measure}{more}."
+        f"{', '.join(map(repr, cuts))}: the largest has {share:.0%} of the {measure}{remark}."
     )
     return Choice(cuts, _stages_by_call_order(model, cuts, call_order), text)
 
 
-def _measured(
+def _measure_layers(
     model: nn.Module, names: list[str], num_stages: int, forward: Callable[[], Any] | None, may_fail: bool
 ) -> tuple[list[LayerProfile], str, list[str]]:
-    """Return the layers at which stages may begin, in order of registration, their measure, and the order of calls."""
+    """Return (layers at which stages may begin, in order of registration; the measure's name; names in call order)."""
     if forward is None:
         return _by_parameters(model, names), _PARAMETERS, names
     try:
@@ -138,7 +138,11 @@ def _by_parameters(model: nn.Module, names: list[str]) -> list[LayerProfile]:
 
 
 def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any]) -> list[LayerProfile]:
-    """Return the layers in call order; a layer without parameters cannot begin a stage and counts with the previous."""
+    """Return the layers in call order.
+
+    A layer without parameters cannot begin a stage: its cost is added to the layer called before it, or for the first
+    layer, to the one called after it.
+    """
     with torch.enable_grad(), preserving_all_random_states():
         profiles = profile_layers(model, None, lambda _: _total(forward()), measure=FLOPS)
     called: list[LayerProfile] = []
@@ -153,7 +157,7 @@ def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any
 
 
 def _in_order(called: list[LayerProfile], names: list[str]) -> list[LayerProfile]:
-    """Merge each layer that is registered before an earlier called one into the layer called before it.
+    """Merge layers that are called after later registered ones into the layer called before them.
 
     A stage cannot begin at such a layer.
     """
@@ -184,7 +188,7 @@ def _total(outputs: Any) -> Tensor:
 
 
 def _stages_by_call_order(model: nn.Module, cuts: Sequence[str], call_order: Sequence[str]) -> dict[str, int]:
-    """Return the stages by call order of the layers that have another stage by the order of registration."""
+    """Return, for each layer that call order puts into another stage than registration order does, the former stage."""
     stage, called = 0, {}
     for name in call_order:
         stage += name in cuts

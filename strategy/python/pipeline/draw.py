@@ -80,7 +80,7 @@ def _idle_share(ranks: Sequence[Sequence[Span]], end: float) -> float:
 def _draw_timeline(axes: Any, ranks: Sequence[Sequence[Span]], end: float, title: str) -> None:
     for rank, spans in enumerate(ranks):
         axes.broken_barh([(0, end)], (rank - 0.4, 0.8), facecolor=_IDLE)
-        several = len({span.action.stage for span in spans}) > 1
+        has_several_stages = len({span.action.stage for span in spans}) > 1
         for span in spans:
             width = span.end - span.start
             color = _COLORS[span.action.kind]
@@ -88,7 +88,7 @@ def _draw_timeline(axes: Any, ranks: Sequence[Sequence[Span]], end: float, title
                 [(span.start, width)], (rank - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.5
             )
             if width >= _MIN_LABEL_WIDTH * end:
-                stage = f"{span.action.stage}:" if several else ""
+                stage = f"{span.action.stage}:" if has_several_stages else ""
                 position = (span.start + width / 2, rank)
                 axes.text(
                     *position, f"{stage}{span.action.micro_batch}", ha="center", va="center", fontsize=6, clip_on=True

@@ -14,10 +14,10 @@ _pipeline_numbers = itertools.count()  # counts this process's pipelines
 class Failures:
     """The first failure of a step, published in the job's store.
 
-    A layer runs only on the rank of its stage, and code after the model's call only on that of the last stage, so only
-    this rank raises the code's errors. The other ranks find that its process has ended, and read the reason here. This
-    requires that every rank creates its pipelines in the same order and runs the same steps; otherwise a rank does not
-    find the reason.
+    A layer runs only on the rank of its stage, and code after the model's call only on the rank of the last stage, so
+    an error in either is raised on one rank. The other ranks find that this rank's process has ended, and read the
+    reason here. This requires that every rank creates its pipelines in the same order and runs the same steps;
+    otherwise a rank does not find the reason.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Failures:
 
     @contextlib.contextmanager
     def report_failures(self) -> Iterator[None]:
-        """Enclose a step: publish its error to the other ranks, and quote the published error in a DistError."""
+        """Enclose a step: publish its error to the other ranks; add another rank's published error to a DistError."""
         if self._is_reporting:  # a caller is publishing already
             yield
             return

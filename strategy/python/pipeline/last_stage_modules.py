@@ -1,4 +1,4 @@
-"""The parameters beside a module in stages, in the module that holds both: they exist only on the last stage."""
+"""Parameters that a module, such as a LightningModule, holds beside a module in stages: only on the last stage."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RemoteLastStageModule(RemoteLayer):
     """Stands for a module beside the one in stages, on a rank without the last stage."""
 
     def __init__(self, name: str, staged_name: str, skeleton: nn.Module) -> None:
-        super().__init__(name, -1, skeleton)
+        super().__init__(name, stage=-1, skeleton=skeleton)  # -1: the last
         self.__dict__["_weft_beside"] = staged_name
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:

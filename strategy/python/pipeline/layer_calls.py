@@ -15,7 +15,7 @@ from weft.strategy.sharding.remote_layers import active_mode
 
 
 class Mode(TorchFunctionMode, abc.ABC):
-    """Intercepts what a forward calls between its layers."""
+    """Intercepts a forward's calls of layers, and of torch's functions between them."""
 
     @abc.abstractmethod
     def call_layer(self, layer: InterceptedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

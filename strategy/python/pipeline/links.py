@@ -31,7 +31,7 @@ def links_enabled() -> bool:
     """Return whether WEFT_PIPELINE_LINKS asks to link stages on CUDA devices by NCCL. Default: never.
 
     Raises:
-        ValueError: it is neither "always" nor "never".
+        ValueError: the variable is neither "always" nor "never".
     """
     value = os.environ.get("WEFT_PIPELINE_LINKS") or "never"
     if value not in ("always", "never"):
@@ -42,7 +42,7 @@ def links_enabled() -> bool:
 def link_stages(group: dist.ProcessGroup, peers: Sequence[int], device: torch.device) -> None:
     """Link this rank's CUDA device to its peers' by NCCL, if `links_enabled`; each peer must call it, too.
 
-    Without links, messages are copied through host memory, which ranks that share a device need.
+    Without links, messages are copied through host memory. Ranks that share a device cannot be linked.
     """
     if device.type == "cuda" and links_enabled():
         index = torch.cuda.current_device() if device.index is None else device.index

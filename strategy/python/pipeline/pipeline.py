@@ -29,7 +29,7 @@ from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
 from weft.strategy.pipeline.stages import Layers, find_layers
-from weft.strategy.pipeline.tied import TiedGradients, check_equal_shards, tied_elsewhere
+from weft.strategy.pipeline.tied import TiedGradients, check_equal_shards, secondary_copies
 from weft.strategy.pipeline.verify_cuts import verify_cuts
 from weft.strategy.sharding.shards import TENSOR_PARALLEL
 from weft.strategy.verification.evidence import drop_rehearsal, store_rehearsal
@@ -49,12 +49,12 @@ class Pipeline:
     Args:
         model: built with the same values on every rank of the pipeline. Its forward does not change and runs on every
             stage, which computes only its own layers; names of parameters do not change.
-        mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel"; its group must have a backend for CPU
-            tensors, over which messages are announced.
+        mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel"; the axis' group must have a
+            backend for CPU tensors: it carries all messages or, with links between devices, their announcements.
         cuts: the names of the first module of each stage but the first; see `stages.find_layers`. The number of stages
             is the number of ranks or a multiple of it; stage s is on rank s % ranks, unless a `Schedule` is given that
-            places it elsewhere. "auto", or an `AutoCuts`: the cuts are chosen to minimise the time of the slowest
-            stage, the same on every rank of the mesh.
+            places it elsewhere. "auto", or an `AutoCuts`: the cuts are chosen to minimise the estimated time of
+            the slowest stage, the same on every rank of the mesh.
         schedule: one of `SCHEDULES`, or a `Schedule` without communication for these ranks and stages; a step with
             fewer micro-batches than the `Schedule` runs only the first ones.
         num_micro_batches: in a step; a batch with fewer samples has one micro-batch per sample. Default: that of a
@@ -163,7 +163,8 @@ class Pipeline:
         """Shard the parameters of this rank's layers over data-parallel ranks, by FSDP2, after `parallelize`.
 
         Gradients are averaged over these ranks at the end of each step and stay unsharded until then. Actions of the
-        schedule gather and free a stage's parameters; a rank has unsharded ones of at most two stages at a time.
+        schedule gather and free a stage's parameters; a rank holds the unsharded parameters of at most two
+        stages at a time.
 
         Args:
             mesh: the data-parallel axis, or (replicas, data-parallel) axes, of the mesh that the model is on.
@@ -175,7 +176,7 @@ class Pipeline:
         """
         self._runner.sharding = ShardedStages(self._staged, mesh, mp_policy)
         self._lowered.clear()
-        self._recordings.clear()  # without sharding, the code between layers may read parameters of any layer
+        self._recordings.clear()  # they were not checked by `_check_no_shard_reads`
 
     @property
     def num_micro_batches(self) -> int:
@@ -306,9 +307,9 @@ class Pipeline:
         Args:
             batch: the same on every rank of the pipeline.
             loss_fn: given a micro-batch, calls the model once and returns its loss, a scalar. It runs on every stage,
-                up to the model's call on all but the last. It also runs up to that call before the schedule: for the
-                first micro-batch, to make each new recording and, if the code between layers reads values of the
-                inputs, to compare each micro-batch with the recordings.
+                up to the model's call on all but the last. Before the schedule it also runs up to that call, on every
+                stage: once for the first micro-batch, once for each new recording and, if the code between layers
+                reads values of the inputs, once for each recording that a micro-batch is compared with.
             split: splits the batch into the given number of micro-batches, of sizes that it chooses.
             weight: the relative weight of a micro-batch's loss. Default: the number of its samples, which is exact for
                 losses that are means over samples.
@@ -386,7 +387,7 @@ class Pipeline:
             norm_type,
             error_if_nonfinite=error_if_nonfinite,
             stages=self._group,
-            counted_elsewhere=tied_elsewhere(self._staged),
+            counted_elsewhere=secondary_copies(self._staged),
         )
 
     def split(self, batch: Any, split: Split | None = None) -> Sequence[Any]:

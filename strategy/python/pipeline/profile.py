@@ -22,7 +22,7 @@ from weft.strategy.pipeline.staged_model import fake_like
 from weft.strategy.recognition.assignments import join
 
 TIME, FLOPS = "time", "flops"
-OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+OPENED = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # containers, whose children are listed in their place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LayerProfile:
 def layer_names(model: nn.Module) -> list[str]:
     """Return the names at which stages may begin: the model's children.
 
-    The children of a list, dict or Sequential of modules, and of an ancestor of repeated blocks, replace it.
+    A list, dict or Sequential of modules, and an ancestor of repeated blocks, is replaced by its children.
     """
     opened = set()
     for block in repeated_blocks(model):
@@ -86,6 +86,7 @@ def profile_layers(
     if measure == FLOPS:
         fake_mode, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
         with _fake_state(model, fake_mode), fake_mode, counter:
+            # Counts do not vary: one pass is also the warm-up pass.
             passes = 2 * [_Pass(model, names, counter.get_total_flops).run(batch, loss_fn)]
     else:
         state = {name: value.clone() for name, value in model.named_buffers()}
@@ -93,7 +94,7 @@ def profile_layers(
         with torch.no_grad():
             for name, value in model.named_buffers():
                 value.copy_(state[name])
-    order = [name for name, *_ in passes[0]]
+    order = [row.name for row in passes[0]]
     if not order or len(set(order)) != len(order):
         raise ValueError(
             f"pipeline: a step called {order or 'none'} of the layers {names}, which is no chain of them; pass cuts by "
@@ -102,9 +103,9 @@ def profile_layers(
     return [
         LayerProfile(
             name,
-            statistics.median(result[i][1] for result in passes[1:]),
-            statistics.median(result[i][2] for result in passes[1:]),
-            passes[-1][i][3],
+            statistics.median(rows[i].forward for rows in passes[1:]),
+            statistics.median(rows[i].backward for rows in passes[1:]),
+            passes[-1][i].activation_bytes,
             sum(parameter.nbytes for parameter in model.get_submodule(name).parameters()),
         )
         for i, name in enumerate(order)
@@ -144,6 +145,16 @@ def _clock_of(model: nn.Module) -> Callable[[], float]:
     return now
 
 
+@dataclasses.dataclass
+class _Row:
+    """The measurements of one layer in one pass; the fields are those of LayerProfile."""
+
+    name: str
+    forward: float
+    backward: float
+    activation_bytes: int
+
+
 class _Pass:
     """One forward and backward that reads the clock at the layers' boundaries."""
 
@@ -152,12 +163,12 @@ class _Pass:
         self._names = names
         self._now = now
         self._start_times: dict[str, float] = {}
-        self._rows: list[list[Any]] = []  # name, forward, backward, bytes
-        self._arrivals: list[tuple[float, int]] = []  # the time when the gradient of a row's output arrived
+        self._rows: list[_Row] = []  # in the order of calls
+        self._arrivals: list[tuple[float, int]] = []  # (time, row whose output's gradient arrived then)
         self._saved_bytes: dict[int, int] = {}  # bytes by storage, for the layer that runs
         self._parameters = {p.untyped_storage()._cdata for p in model.parameters()}
 
-    def run(self, batch: Any, loss_fn: Callable[[Any], Tensor]) -> list[list[Any]]:
+    def run(self, batch: Any, loss_fn: Callable[[Any], Tensor]) -> list[_Row]:
         handles = []
         for name in self._names:
             module = self._model.get_submodule(name)
@@ -176,7 +187,7 @@ class _Pass:
         arrivals = [*self._arrivals, (end, -1)]
         for (start, row), (following, _) in itertools.pairwise(arrivals):
             if row < len(self._rows):  # the first interval is the backward of the loss itself
-                self._rows[row][2] += following - start
+                self._rows[row].backward += following - start
         return self._rows
 
     def _begin(self, name: str) -> None:
@@ -185,7 +196,7 @@ class _Pass:
 
     def _end(self, name: str, output: Any) -> None:
         row = len(self._rows)
-        self._rows.append([name, self._now() - self._start_times[name], 0.0, sum(self._saved_bytes.values())])
+        self._rows.append(_Row(name, self._now() - self._start_times[name], 0.0, sum(self._saved_bytes.values())))
         self._saved_bytes = {}
         outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         if outputs:
@@ -212,7 +223,8 @@ def balanced_cuts(
     Args:
         profiles: the result of `profile_layers`.
         num_stages: the number of stages.
-        schedule: the schedule to be run, which determines how many micro-batches each stage keeps. Default: one each.
+        schedule: the schedule to be run, which determines how many micro-batches' activations each stage keeps.
+            Default: those of one.
         memory_limit: the most bytes of a stage: activations, and parameters with their gradients and optimizer states.
         state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
         memory_weight: 0 balances time, 1 bytes, values in between both.

@@ -25,7 +25,7 @@ class RandomStreams:
 
     @contextlib.contextmanager
     def of_step(self) -> Iterator[None]:
-        """Enclose a step; it changes the states of the generators only by one number, drawn from torch's."""
+        """Enclose a step, which then changes the generators' states only by one number, drawn from torch's."""
         self._seed = int(torch.randint(1 << 62, ()))
         with preserving_all_random_states():
             yield
@@ -60,7 +60,7 @@ def preserving_random_state() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def preserving_all_random_states() -> Iterator[None]:
-    """Restore afterwards also the states of Python's and numpy's generators."""
+    """Restore afterwards the states of torch's, Python's and numpy's generators."""
     state = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()

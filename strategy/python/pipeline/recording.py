@@ -89,16 +89,16 @@ class Recording:
 
 
 class _Recorder(Mode):
-    """Records the calls of a skeleton's forward; the arguments are those of `record`."""
+    """Records the calls of a skeleton's forward. `fake_mode` and `stage_of_parameter`: as in `record`."""
 
     def __init__(self, recording: Recording, fake_mode: FakeTensorMode, stage_of_parameter: dict[int, int]) -> None:
         super().__init__()
         self._recording = recording
         self._fake_mode = fake_mode
         self._reached_stage = 0  # by the forward
-        self._produced: dict[int, int] = {}  # the stage that each value comes from, by its index
-        self._last_use: dict[int, int] = {}  # the last stage that uses each value, by its index
-        self._versions: list[list[int]] = []  # of all values, at the time each boundary was crossed
+        self._produced: dict[int, int] = {}  # the stage that each value comes from, by the value's index
+        self._last_use: dict[int, int] = {}  # the last stage that uses each value, by the value's index
+        self._versions: list[list[int]] = []  # of all values so far, at the time each boundary was crossed
         self._stage_of_parameter = stage_of_parameter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

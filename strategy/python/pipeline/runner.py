@@ -21,7 +21,8 @@ from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel
 
-MAX_STAGES = 511  # a boundary takes two of the 1023 channels between two ranks
+# Channel 2s between two ranks carries the inputs of stage s, and channel 2s + 1 their gradients; there are 1023.
+MAX_STAGES = 511
 
 Key = tuple[int, int]  # stage, micro-batch
 
@@ -30,9 +31,9 @@ Key = tuple[int, int]  # stage, micro-batch
 class _SavedState:
     """The state that a stage keeps for a micro-batch between its forward and its backward."""
 
-    inputs: list[Tensor]  # leaves that require gradients, in the order in which they cross
-    # Edges of the outputs that were recorded as requiring gradients, in the order in which they cross; None: an output
-    # does not require one now. On the last stage: the edge of the loss.
+    inputs: list[Tensor]  # leaves that require gradients, in the order in which they are received
+    # Edges of the outputs that were recorded as requiring gradients, in the order of sending; None: an output does not
+    # require one now. On the last stage: the edge of the loss.
     outputs: list[GradientEdge | None]
     seed: Tensor | None = None  # the gradient of the loss
     weight_half: WeightHalf | None = None
@@ -63,7 +64,8 @@ class Runner:
     sharding: gathers and frees the layers of stages, if they are sharded over data-parallel ranks.
     begun: `time.time()` when the last run began.
     trace: the computations of the last run that succeeded, in seconds from its beginning.
-    memory: the bytes that this process held after each of them, if memory is counted (`weft.memory.track`); else empty.
+    memory: the bytes that this process held after each of these computations, if memory is counted
+        (`weft.memory.track`); else empty.
     memory_before: the bytes that it held before the last run; 0 if memory is not counted.
     """
 
@@ -332,7 +334,7 @@ def _strided_like(value: Tensor, fake: Tensor) -> Tensor:
 
 
 def _like(fake: Tensor) -> Tensor:
-    """Return a tensor of this shape, dtype and device in the memory of one element."""
+    """Return a tensor of a fake tensor's shape, dtype and device, in the memory of one element."""
     return torch.empty((), dtype=fake.dtype, device=fake.device).expand(fake.shape)
 
 

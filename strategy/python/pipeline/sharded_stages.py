@@ -41,7 +41,7 @@ class ShardedStages:
         self._mesh = mesh
         self._units: dict[int, list[FSDPModule]] = {stage: [] for stage in staged.stages}
         policy = mp_policy or MixedPrecisionPolicy()
-        for stages, modules in _units(staged):
+        for stages, modules in _layers_by_unit(staged):
             fully_shard(modules, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
             unit = modules[0]
             assert isinstance(unit, FSDPModule)
@@ -50,11 +50,12 @@ class ShardedStages:
         of_layers = {
             id(p) for units in self._units.values() for unit in units for p in cast("nn.Module", unit).parameters()
         }
+        # Those of modules above the layers, which are in no FSDP2 unit; "trunk": see docs/pipeline_steps.md.
         self._trunk_parameters = [p for p in staged.model.parameters() if id(p) not in of_layers]
 
     def begin(self) -> None:
         """Keep gradients unsharded until `finish`; called before a schedule with backwards."""
-        for unit in self._all():
+        for unit in self._all_units():
             unit.set_manual_backward_finalization(True)
             unit.set_requires_gradient_sync(False)
             unit.set_reshard_after_backward(False)
@@ -71,22 +72,22 @@ class ShardedStages:
 
     def finish(self) -> None:
         """Average the step's gradients over the data-parallel ranks, and free gathered parameters; collective."""
-        for unit in self._all():
+        for unit in self._all_units():
             unit.set_requires_gradient_sync(True)
             unit.finalize_backward()
             unit.reshard()
-        for parameter in self._trunk_parameters:  # FSDP2 does not shard them
+        for parameter in self._trunk_parameters:
             if parameter.grad is not None:
                 for axis in range(self._mesh.ndim):
                     average_gradient(parameter, self._mesh.get_group(axis))
 
-    def _all(self) -> list[FSDPModule]:
+    def _all_units(self) -> list[FSDPModule]:
         return list(dict.fromkeys(unit for units in self._units.values() for unit in units))
 
 
-def _units(staged: StagedModel) -> list[tuple[Sequence[int], list[nn.Module]]]:
-    """Return the layers of this rank with their stages; layers that share parameters form one unit."""
-    units: list[tuple[set[int], list[nn.Module], set[int]]] = []
+def _layers_by_unit(staged: StagedModel) -> list[tuple[Sequence[int], list[nn.Module]]]:
+    """Return (stages, layers) of each FSDP2 unit on this rank; layers that share parameters form one unit."""
+    units: list[tuple[set[int], list[nn.Module], set[int]]] = []  # stages, layers, ids of parameters
     for name, stage in staged.layers.stage_of.items():
         if stage == ANY_STAGE or stage not in staged.stages:
             continue
@@ -95,8 +96,9 @@ def _units(staged: StagedModel) -> list[tuple[Sequence[int], list[nn.Module]]]:
         if not parameter_ids:
             continue
         stages, modules = {stage}, [layer]
-        for other in [unit for unit in units if unit[2] & parameter_ids]:
-            units.remove(other)
-            stages, modules, parameter_ids = stages | other[0], [*other[1], *modules], parameter_ids | other[2]
+        for unit in [unit for unit in units if unit[2] & parameter_ids]:
+            units.remove(unit)
+            unit_stages, unit_modules, unit_ids = unit
+            stages, modules, parameter_ids = stages | unit_stages, [*unit_modules, *modules], parameter_ids | unit_ids
         units.append((stages, modules, parameter_ids))
     return [(sorted(stages), modules) for stages, modules, _ in units]

@@ -1,4 +1,4 @@
-"""One rank's part of a model in stages, and the skeleton of the full model (see `recording`)."""
+"""One rank's part of a model in stages, and the skeleton: its full copy with fake tensors (see `recording`)."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ class TiedParameter:
 
 
 class StagedModel:
-    """Removes the layers of other stages from a model, in place, and runs the remaining forward stage by stage.
+    """Removes the layers of other ranks' stages from a model, in place, and runs its forward one stage at a time.
 
-    model: afterwards it has only the layers of `stages`; names do not change.
+    model: RemoteLayers replace the layers that are on none of `stages`; names do not change.
+    layers: the stage of each layer, and the trunk (the modules that call layers, and their lists and dicts of modules).
+    stages: those of this rank.
     device: where the parameters will be, if they are not there yet.
-    layers: the stage of each layer.
-    tied: parameters that several stages share; afterwards each rank that has one of these stages has its own copy.
+    tied: the parameters that several stages share; each rank with one of these stages has its own copy.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class StagedModel:
 
     @property
     def skeleton(self) -> nn.Module:
-        """Return a copy of the full model with fake tensors, whose forward is recorded."""
+        """Return the skeleton, whose forward is recorded."""
         return self._skeleton
 
     @property
     def is_recording(self) -> bool:
-        """Return whether a step is running that ends at the model's call and only records it or compares its path."""
+        """Return whether a step is running only to record its call of the model, or to compare it with a recording."""
         return self._task is not None and (self._task.run is None or self._task.run.is_probe)
 
     @property
@@ -108,7 +109,7 @@ class StagedModel:
 
     @property
     def has_checkpoints(self) -> bool:
-        """Return whether modules recompute activations in the backward: a split backward would do so in each half."""
+        """Return whether modules recompute activations in the backward; both halves of a split backward would do so."""
         return any(isinstance(module, CheckpointedModule) for module in self.model.modules())
 
     def record(self, step: Any, micro_batch: Any) -> Recording:
@@ -123,7 +124,7 @@ class StagedModel:
     def call_signature(self, step: Any, micro_batch: Any) -> Any:
         """Return a hashable key of the model's call in `step(micro_batch)`, which runs up to that call.
 
-        The key has the arguments' signature, the autocast dtypes, the trunk's bools and texts, and the layers' modes.
+        It has the arguments' signature, the autocast dtypes, the trunk's bools and texts, and each layer's `training`.
         """
         task = _Task(None, is_signature_only=True)
         with preserving_random_state():
@@ -134,7 +135,7 @@ class StagedModel:
             (key, value) for module in modules for key, value in _flags(module).items() if type(value) in (bool, str)
         ]
         modes = [layer.training for layer in self._layer_modules]
-        return (task.call, *flags, *modes)
+        return (task.call_key, *flags, *modes)
 
     def _sync_skeleton(self) -> None:
         """Update the skeleton: the modes of the layers, the flags of the trunk, and buffers that have moved."""
@@ -171,7 +172,8 @@ class StagedModel:
     def matches(self, recording: Recording, step: Any, micro_batch: Any) -> bool:
         """Return whether `step(micro_batch)` takes the recorded path.
 
-        If the recorded forward read values, the step runs up to the end of the model's call, without layers of stages.
+        If the recorded forward read values of tensors between layers, the step runs up to the end of the model's call,
+        and only layers without a stage are computed. Otherwise nothing runs: the path does not depend on values.
         """
         if not recording.read_values:
             return True
@@ -245,7 +247,7 @@ class StagedModel:
         if task.num_calls > 1:
             raise RuntimeError("pipeline: the step calls the model in stages twice for one micro-batch; call it once.")
         if task.is_signature_only:
-            task.call = (signature((args, kwargs)), _autocast_dtypes())
+            task.call_key = (signature((args, kwargs)), _autocast_dtypes())
             raise ForwardExit
         if task.run is None:
             task.recording = record(
@@ -278,7 +280,7 @@ def staged_model_of(model: nn.Module) -> StagedModel | None:
 
 
 def find_staged(module: nn.Module) -> tuple[str, StagedModel] | None:
-    """Return the name of the module in stages that a module is or holds, and its StagedModel; None: there is none."""
+    """Find a model in stages, which is `module` or inside it; return its name and its StagedModel, or None."""
     for name, inner in module.named_modules():
         if (staged := staged_model_of(inner)) is not None:
             return name, staged
@@ -290,7 +292,7 @@ class _Task:
     """The purpose of a step's call of the model.
 
     run: the stage to run; None: record the call, or with `is_signature_only` only its signature.
-    recording, call: the results, of a recording and of a signature.
+    recording, call_key: the result of recording the call, and of computing only its signature.
     num_calls: how often the step has called the model.
     """
 
@@ -298,7 +300,7 @@ class _Task:
     recording: Recording | None = None
     num_calls: int = 0
     is_signature_only: bool = False
-    call: Any = None
+    call_key: Any = None
 
 
 def _flags(module: nn.Module) -> dict[str, Any]:
@@ -312,7 +314,7 @@ def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
 
 
 class _Root:
-    """The forward of a divided model, and the first base of its class. The model's hooks run around it as usual."""
+    """The forward of a model in stages, whose class gets this first base. The model's hooks run around it as usual."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_KEY].call(super().forward, args, kwargs)  # type: ignore[misc]
@@ -324,7 +326,7 @@ def _intercept_layer_calls(model: nn.Module, layers: Layers) -> None:
 
 
 def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode, device: torch.device | None) -> nn.Module:
-    """Return a copy in which parameters and the layers' buffers are fake; the trunk's buffers are the same tensors."""
+    """Return a copy in which parameters and the layers' buffers are fake; the trunk's buffers are not copied."""
     layer_buffers = [buffer for name in layers.stage_of for buffer in model.get_submodule(name).buffers()]
     return fake_copy(model, layer_buffers, fake_mode, device)
 
@@ -332,7 +334,7 @@ def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode, de
 def fake_copy(
     model: nn.Module, buffers: Iterable[Tensor], fake_mode: FakeTensorMode, device: torch.device | None = None
 ) -> nn.Module:
-    """Return a copy with fake tensors, on `device`, for parameters and the given buffers; others are the same tensors.
+    """Return a copy with fake tensors, on `device`, for parameters and the given buffers; other buffers are not copied.
 
     Raises:
         ValueError: the model cannot be copied.
@@ -352,7 +354,7 @@ def fake_copy(
 
 
 def fake_like(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device | None = None) -> Tensor:
-    """Return a fake tensor, or parameter, of the same shape, dtype and, if no other is given, device."""
+    """Return a fake tensor or parameter of the same shape and dtype on `device`; None: on the device of the tensor."""
     with fake_mode:
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
         is_parameter = isinstance(tensor, nn.Parameter)

@@ -73,8 +73,8 @@ def check_equal_shards(staged: StagedModel, group: dist.ProcessGroup) -> None:
                 )
 
 
-def tied_elsewhere(staged: StagedModel) -> list[nn.Parameter]:
-    """Return this rank's copies of parameters whose first stage is on another rank."""
+def secondary_copies(staged: StagedModel) -> list[nn.Parameter]:
+    """Return this rank's copies of tied parameters whose first copy is on another rank."""
     copies = []
     for tied in staged.tied:
         local_stages = [stage for stage in staged.stages if stage in tied.name_on]
@@ -92,7 +92,7 @@ def _parameter(staged: StagedModel, name: str) -> nn.Parameter:
 
 
 def _sum_over_ranks(parameter: nn.Parameter, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Replace a gradient by the sum over `ranks` of the group, added in their order on each; collective over them."""
+    """Replace a gradient by its sum over `ranks`, added in the order of `ranks` on each; collective over `ranks`."""
     local = local_shard(parameter.grad) if parameter.grad is not None else torch.zeros_like(local_shard(parameter))
     others = [rank for rank in ranks if rank != group.rank()]
     like = torch.empty((), dtype=local.dtype, device=local.device).expand(local.shape)

@@ -10,8 +10,8 @@ only in the results of layer calls:
 Code between layers that depends only on the model's inputs (masks, positions) runs on every stage. Values that come
 from layers cross a boundary if a later stage uses them, so every stage in between passes on a skip connection. A
 recording determines these values: one forward of the full model on fake tensors, without arithmetic or memory, for
-each kind of inputs (and, if the code between layers asks for values of the inputs, for each combination of these
-values). All ranks see the same inputs and record the same, so they agree without communication.
+each kind of inputs (and, if the code between layers reads values of the inputs, for each combination of these
+values). All stages get the same inputs and make the same recording, so they agree without communication.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class ForwardExit(BaseException):
 
 
 class StageRun(Mode):
-    """Runs one stage's part of a forward for one micro-batch.
+    """Runs one stage's part of a forward for one micro-batch, or a probe.
 
-    stage: the stage to run; for a probe, which runs no layers of stages, the number of stages.
+    A probe only compares a forward with its recording: the layers of all stages return their recorded results.
+
+    stage: the stage to run; for a probe, the number of stages.
     received: the values that cross the boundary before this stage; None for a probe.
-    before_layers: called before the first layer of the stage, if any.
+    before_layers: a function to call before the first layer of the stage, or None.
     sent: after the forward, the values that cross the boundary after this stage; None on the last stage.
     """
 
@@ -59,7 +61,7 @@ class StageRun(Mode):
         self.arguments = recording.arguments
         self._recording = recording
         self._target = stage
-        self._reached_stage = 0  # by the forward
+        self._reached_stage = 0  # the highest stage of a layer called so far
         self._read_values: list[Any] = []
         self._next_event = 0
         incoming = recording.crossings[stage - 1] if stage > 0 and received is not None else []
@@ -85,7 +87,7 @@ class StageRun(Mode):
         kwargs = kwargs or {}
         has_fakes = _has_fakes(args) or _has_fakes(kwargs)
         if has_fakes and self._is_earlier_stage:
-            event = self._next_recorded(func)
+            event = self._take_event(func)
             if event is not None:
                 return event.output
         if has_fakes and not self._is_earlier_stage:
@@ -105,7 +107,7 @@ class StageRun(Mode):
             raise ForwardExit
         self._reached_stage = max(self._reached_stage, stage)
         if self._is_earlier_stage and (stage != ANY_STAGE or _has_fakes(args) or _has_fakes(kwargs)):
-            event = self._next_recorded(name)
+            event = self._take_event(name)
             if event is None:
                 raise self._path_error(name)
             return event.output
@@ -133,7 +135,7 @@ class StageRun(Mode):
             )
         return self._values[idx]
 
-    def _next_recorded(self, callee: Any) -> Event | None:
+    def _take_event(self, callee: Any) -> Event | None:
         """Return the next event and advance, if it is a call of this layer or function; else return None."""
         events = self._recording.events
         if self._next_event < len(events) and events[self._next_event].callee == callee:
@@ -143,7 +145,7 @@ class StageRun(Mode):
 
     def _store_output(self, name: str, callee: Any, output: Any) -> None:
         """Store those values of a call's output that cross the boundary after this stage."""
-        event = self._next_recorded(callee)
+        event = self._take_event(callee)
         if event is None:
             raise self._path_error(name)
         if event.has_fakes and not self._is_earlier_stage:

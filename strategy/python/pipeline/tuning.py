@@ -32,14 +32,14 @@ def profile_stages(
         model: unsharded, on its device.
         batch: its first samples make the micro-batches of `sizes`.
         loss_fn: as for `Pipeline.step`.
-        cuts: the names at which stages but the first begin, among those of `profile_layers`.
-        sizes: in samples. Default: an eighth, a quarter, a half and all of the batch. Fewer samples are assumed to take
-            as long as the smallest size.
+        cuts: the first layer of each stage but the first, by its name in the result of `profile_layers`.
+        sizes: of micro-batches, in samples. Default: an eighth, a quarter, a half and all of the batch. Fewer samples
+            are assumed to take as long as the smallest size.
         transfer: the time of each boundary's transfer. Default: no time.
         state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
         repeats: see `profile_layers`.
 
-    The two halves of a backward are assumed to take equal time.
+    The gradients of inputs and those of weights are assumed to take half of a backward each.
 
     Raises:
         ValueError: no layer begins at a cut; see `profile_layers`.
@@ -108,7 +108,7 @@ def draw_tuning(points: Sequence[TunePoint], *, path: str | Path | None = None) 
         ValueError: there are no points.
     """
     if not points:
-        raise ValueError("draw_tuning: there are no points to draw; pass what tune gave.")
+        raise ValueError("draw_tuning: there are no points to draw; pass the result of tune.")
     try:
         import matplotlib
     except ModuleNotFoundError as error:

@@ -31,10 +31,13 @@ Outputs = dict[str, list[Any]]  # of each layer, in the order of its calls
 
 
 def verify_cuts(model: nn.Module, layers: Layers, rehearsal: Rehearsal) -> None:
-    """Compare each stage with the full model, if the rehearsal has a call of the full model in eval mode.
+    """Compare each stage with the full model.
+
+    rehearsal: recorded calls of the model and its modules; without one of the full model in eval mode, nothing is
+    compared.
 
     Raises:
-        ValueError: a stage computes something else than the full model.
+        ValueError: a stage computes other values than the full model.
     """
     call = next((call for call in rehearsal.calls.get(id(model), []) if not call.training), None)
     if call is None:
@@ -62,9 +65,9 @@ class _Runs:
         self._layers, self._call = layers, call
 
     def run(self, stage: int | None, outputs: Outputs) -> tuple[Run, Outputs]:
-        """Return a run of the model, in full (None) or as one stage runs it, and copies of the outputs of its layers.
+        """Run the model in full (stage None) or as one stage runs it; return the run and copies of the layers' outputs.
 
-        `outputs`: those of the full run, which the layers of other stages return.
+        outputs: the layers' outputs in the full run, which the layers of other stages return.
         """
         returned: Outputs = {}
 
@@ -109,10 +112,10 @@ class _Runs:
 
 def _differs(actual: Any, reference: Any) -> bool:
     pairs = [[leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in (actual, reference)]
-    return len(pairs[0]) != len(pairs[1]) or not all(map(_close, *pairs))
+    return len(pairs[0]) != len(pairs[1]) or not all(map(_is_close, *pairs))
 
 
-def _close(actual: Tensor, reference: Tensor) -> bool:
+def _is_close(actual: Tensor, reference: Tensor) -> bool:
     if actual.shape != reference.shape or actual.dtype != reference.dtype:
         return False
     close = functools.partial(torch.allclose, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)

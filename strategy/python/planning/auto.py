@@ -1,10 +1,10 @@
 """plan="auto": recognises MLPs, attention blocks, embeddings and output layers, and shards what it can verify.
 
 Linear layers are recognised by the dataflow of the forward (`weft.strategy.verification`): layers whose outputs reach
-only one other layer are sharded by column and that layer by row, if the code between them computes the same on one
-rank's features; otherwise weights are sharded and activations gathered, which is exact for any code. Modules that can
-neither be called nor be recognised by their names stay replicated, and the report gives the reason. Logits are
-gathered, because their use is unknown.
+only one other layer form a group with it. They are sharded by column and the other layer by row, if the code between
+them computes the same on one rank's features; otherwise weights are sharded and activations gathered, which is exact
+for any code. Modules that can neither be called nor be recognised by their names stay replicated, and the report gives
+the reason. Logits are gathered, because their use is unknown.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _NOT_TOKEN_EMBEDDINGS = re.compile(r"pos|wpe|type|segment|bias|relative")
 
 
 def assign_auto(
-    model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None, *, for_sequences: bool = False
+    model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None, *, shards_sequence: bool = False
 ) -> Assignments:
     """Return the styles for a model's modules.
 
     Args:
         verify, example: as in `weft.strategy.Plan`.
-        for_sequences: whether the plan also shards activations along the sequence.
+        shards_sequence: whether the plan also shards activations along the sequence.
 
     Raises:
         ValueError: nothing to shard was found, with tp_size > 1.
@@ -61,7 +61,7 @@ def assign_auto(
         claimed.update(id(layer) for layer in used)
     if tp_size > 1:
         claimed.update(id(model.get_submodule(name)) for name in result.styles)
-        _assign_groups(result, model, num_holders, evidence, claimed, for_sequences)
+        _assign_groups(result, model, num_holders, evidence, claimed, shards_sequence)
     else:
         _assign_by_names(result, model, claimed)
     for name, reason in unassigned.items():
@@ -82,7 +82,7 @@ def assign_auto(
 
 
 def _assign_by_names(result: Assignments, model: nn.Module, claimed: set[int]) -> None:
-    """Assign styles to attention by its names, on one rank, where every style is exact: the report shows them."""
+    """Assign styles to attention by its layers' names, for the report of one rank, on which every style is exact."""
     for name, module in model.named_modules():
         names = attention.find_attention(module) or attention.find_fused_attention(module)
         layers = () if names is None else tuple(module._modules[layer] for layer in names)
@@ -101,22 +101,24 @@ def _assign_groups(
     num_holders: dict[int, int],
     evidence: Evidence,
     claimed: set[int],
-    for_sequences: bool,
+    shards_sequence: bool,
 ) -> None:
     """Assign styles to linear layers outside of MLPs: groups, attention recognised by its names, single layers."""
 
-    beside = {id(child) for m in model.modules() if any(map(_has_dtensors, m.children())) for child in m.children()}
+    siblings_of_dtensors = {
+        id(child) for m in model.modules() if any(map(_has_dtensors, m.children())) for child in m.children()
+    }
 
     def is_free(layer: nn.Module) -> bool:
-        """Return whether a layer has no style yet. A layer beside DTensors is not free: its input may be sharded."""
-        return id(layer) not in claimed and id(layer) not in beside and not _is_tied(layer, num_holders)
+        """Return whether a layer may get a style. A sibling of DTensors may not: its input may be sharded already."""
+        return id(layer) not in claimed and id(layer) not in siblings_of_dtensors and not _is_tied(layer, num_holders)
 
     for decision in evidence.decisions(is_free):
         used = _try_to_fuse(result, model, decision, evidence) or assign_group(result, decision)
         claimed.update(id(model.get_submodule(name)) for name in used)
     for name, module in model.named_modules():
         claimed.update(id(layer) for layer in _assign_attention(result, name, module, num_holders, evidence, claimed))
-    if for_sequences:  # outside of groups a layer computes on this rank's tokens only and must be replicated
+    if shards_sequence:  # outside of groups a layer computes on this rank's tokens only and must be replicated
         return
     total = sum(p.numel() for p in model.parameters())
     for name, module in model.named_modules():
@@ -124,7 +126,7 @@ def _assign_groups(
             continue
         if why_no_linear(module) is None and evidence.is_called(module) and not evidence.is_read(module):
             _assign_single(result, name, module, total)
-        elif _has_large_weights(module, total) and evidence.is_seen(module):
+        elif _has_large_weights(module, total) and evidence.is_covered(module):
             result.styles[name] = Assignment("gather_weights", "gathered for its forward")
 
 
@@ -145,9 +147,9 @@ def _try_to_fuse(result: Assignments, model: nn.Module, decision: Decision, evid
 
 
 def _has_large_weights(module: nn.Module, total: int) -> bool:
-    """Return whether a module other than a convolution, RNN or embedding itself holds large weights.
+    """Return whether a module has large weights of its own, as nn.MultiheadAttention has.
 
-    An example is nn.MultiheadAttention. `total`: the number of all elements of the model's parameters.
+    False for convolutions, RNNs and embeddings. `total`: the number of elements of all of the model's parameters.
     """
     own = [p for p in module._parameters.values() if p is not None and is_worth_gathering(p)]
     is_known = isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding))
@@ -180,9 +182,9 @@ def _num_holders(model: nn.Module, unread: set[str]) -> dict[int, int]:
 
 
 def _unread_biases(model: nn.Module, evidence: Evidence) -> set[str]:
-    """Return the names under which modules hold the bias of a linear layer that they do not read themselves.
+    """Return the names of linear layers' biases in other modules, which only hold them: they do not read them.
 
-    The head of BERT holds the bias of its output layer in this way. The rehearsal must have run these modules.
+    BERT's head holds the bias of its output layer in this way. Modules that verification could not run do not count.
     """
     unread: set[str] = set()
     for holders in _holders(model).values():
@@ -192,7 +194,7 @@ def _unread_biases(model: nn.Module, evidence: Evidence) -> set[str]:
             continue
         layer = layers[0][1]
         is_unread = evidence.is_called(layer) and not evidence.is_read(layer)
-        if is_unread and all(evidence.is_seen(module) and not evidence.is_called(module) for _, module in others):
+        if is_unread and all(evidence.is_covered(module) and not evidence.is_called(module) for _, module in others):
             unread.update(name for name, _ in others)
     return unread
 
@@ -246,7 +248,7 @@ def _assign_attention(
     evidence: Evidence,
     claimed: set[int],
 ) -> list[nn.Module]:
-    """Assign styles to an attention that is recognised by its names and is in no group; return its layers."""
+    """Assign styles to an attention that is recognised by its layers' names and is in no group; return these layers."""
     names = attention.find_attention(module) or attention.find_fused_attention(module)
     if names is None:
         return []
@@ -263,13 +265,13 @@ def _assign_attention(
             result.keep_replicated(name, reason)
     else:
         reason = attention.why_no_linears(module, names)
-        if reason is not None and all(evidence.is_seen(layer) for layer in layers):
+        if reason is not None and all(evidence.is_covered(layer) for layer in layers):
             return []  # `_assign_groups` assigns each layer by itself
         if reason is not None:
             result.keep_replicated(name, reason)
             return layers
-        is_seen = all(evidence.is_called(layer) for layer in layers)
-        reason = "its projections are in no group of layers" if is_seen else evidence.why_unknown(name)
+        are_called = all(evidence.is_called(layer) for layer in layers)
+        reason = "its projections are in no group of layers" if are_called else evidence.why_unknown(name)
         *sources, sink = (join(name, layer) for layer in names)
         assign_gathered(result, tuple(sources), sink, name, reason)
     return layers
@@ -287,25 +289,27 @@ def _assign_embedding(
         return []
     rows = module.num_embeddings
     holders = {n: m for n, m in model.named_modules() if m._parameters.get("weight") is module.weight}
-    heads = [n for n in _modules_outside_blocks(model) if _is_output_layer(model.get_submodule(n), rows, num_holders)]
+    output_layers = [
+        n for n in _modules_outside_blocks(model) if _is_output_layer(model.get_submodule(n), rows, num_holders)
+    ]
     reason = why_no_vocab_embedding(module)
     if reason is None and rows < _MIN_ROWS_PER_RANK * result.tp_size:
         reason = f"{rows} rows are too few for {result.tp_size} ranks"
-    if reason is None and not heads and not _is_only_called(module, evidence):
-        reason = f"no output layer of {rows} features, so its weight may be read as one"
+    if reason is None and not output_layers and not _is_only_called(module, evidence):
+        reason = f"no output layer of {rows} features, so code may use its weight in place of one"
     if reason is None and num_holders[id(module.weight)] > len(holders):
         reason = "its weight is tied to a parameter of another name, which would need the same shards"
     for holder, other in holders.items():
-        if reason is None and holder not in heads and why_no_vocab_embedding(other) is not None:
+        if reason is None and holder not in output_layers and why_no_vocab_embedding(other) is not None:
             reason = f"its weight is tied to that of '{holder}', which cannot be sharded in the same way"
     if reason is not None:
         result.keep_replicated(name, reason)
         return [module]
-    result.styles |= {holder: Assignment("vocab_embedding") for holder in holders if holder not in heads}
-    for head in heads:
-        is_tied = num_holders[id(model.get_submodule(head)._parameters["weight"])] > 1
-        if head in holders or not is_tied:
-            result.styles.setdefault(head, Assignment("column_gather_output"))
+    result.styles |= {holder: Assignment("vocab_embedding") for holder in holders if holder not in output_layers}
+    for layer in output_layers:
+        is_tied = num_holders[id(model.get_submodule(layer)._parameters["weight"])] > 1
+        if layer in holders or not is_tied:
+            result.styles.setdefault(layer, Assignment("column_gather_output"))
     return [module]
 
 
@@ -314,7 +318,7 @@ def _is_only_called(table: nn.Module, evidence: Evidence) -> bool:
 
 
 def _modules_outside_blocks(model: nn.Module) -> list[str]:
-    """Return the modules outside of repeated blocks and of nn.MultiheadAttention, which reads its layers' weights."""
+    """Return names of modules outside of repeated blocks and nn.MultiheadAttention, which reads its layers' weights."""
     inside = (*repeated_blocks(model), *(n for n, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)))
     return [n for n, _ in model.named_modules() if not any(n.startswith(f"{each}.") for each in inside)]
 

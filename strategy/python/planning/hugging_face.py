@@ -32,15 +32,15 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
     """Return the styles for the Hugging Face models inside a model, which may be one itself.
 
     Attention and MLPs are recognised as with "auto", so that heads are verified and fitting MLPs fused. Column and row
-    rules that no group of layers confirms are applied with gathered activations. Rules that match no module, which
-    plans of model families contain, are noted.
+    rules that no group of layers confirms are applied with gathered activations, except with verify="never". Rules that
+    match no module, which plans of model families contain, are noted.
 
     Args:
         verify, example: as in `weft.strategy.Plan`.
 
     Raises:
-        ValueError: no plan was found, it has a style that weft does not have, or a number of heads does not divide by
-            `tp_size`.
+        ValueError: no plan was found, a plan has a style that weft does not have, or a number of heads does not divide
+            by `tp_size`.
     """
     plans = dict(_plans_inside(model))
     if not plans:
@@ -111,7 +111,7 @@ def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.P
         if done.isdisjoint(layers):
             done.update(
                 _record_rules(
-                    result, resolved, _assign_unseen_attention(result, container, modules[container], names, evidence)
+                    result, resolved, _assign_attention_by_names(result, container, modules[container], names, evidence)
                 )
             )
     rest = [(name, rule) for name, rule in resolved.items() if name not in done]
@@ -124,7 +124,7 @@ def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.P
 
 
 def _record_rules(result: Assignments, resolved: Mapping[str, _plan.Rule], used: Iterable[str]) -> list[str]:
-    """Record, for `used` layers that have got styles, the patterns of their rules; return those that have a rule."""
+    """Record in the assignments of `used` layers the patterns of their rules; return the layers that have a rule."""
     used = list(used)
     patterns = [resolved[name].pattern for name in used if name in resolved]
     for name in used:
@@ -150,12 +150,12 @@ def _assign_mlp(
     return [] if reason is not None else [join(name, child) for child in mlp.children]
 
 
-def _assign_unseen_attention(
+def _assign_attention_by_names(
     result: Assignments, name: str, module: nn.Module, names: tuple[str, str, str, str], evidence: Evidence
 ) -> list[str]:
     """Assign styles to an attention recognised by its names; return the names of the modules that get one.
 
-    It is sharded by heads on one rank or without verification, and otherwise with gathered activations.
+    On one rank, or with verify="never", it is sharded by heads if that fits; otherwise its activations are gathered.
     """
     _check_heads(name, module, evidence.tp_size)
     layers = [join(name, layer) for layer in names]
@@ -172,7 +172,7 @@ def _check_heads(name: str, module: nn.Module, tp_size: int) -> None:
     reason = None if names is None else attention.why_heads_do_not_divide(module, names, tp_size)
     if reason is not None:
         raise ValueError(
-            f"plan='huggingface' cuts the heads of {display_name(name)}, but {reason}; take another tensor-parallel "
+            f"plan='huggingface' shards {display_name(name)} by heads, but {reason}; take another tensor-parallel "
             "size, or pass 'auto', which gathers the activations of heads that do not divide."
         )
 

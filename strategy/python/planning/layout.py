@@ -1,4 +1,4 @@
-"""Sizes of a mesh's axes: from numbers, "auto" and layout strings to the numbers of a job."""
+"""Resolves sizes of mesh axes, given as numbers, "auto" or a layout string, for the number of ranks of a job."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class MeshSizes(NamedTuple):
 class Sizes:
     """The number of ranks on each axis; "auto": derived from the job's number of ranks.
 
-    data_replicate: replicas of the axes below, each with other data; the outermost axis but `pipeline_parallel`.
-    data_parallel: ranks with other data, which shard parameters, gradients or states as `zero_stage` says.
+    data_replicate: replicas of the two inner axes, each with different data; outside of it is only `pipeline_parallel`.
+    data_parallel: ranks with different data, which shard parameters, gradients or states as `zero_stage` says.
     tensor_parallel: ranks that shard the layers' arithmetic on the same data; the innermost axis, so that neighbouring
         ranks, which are usually on one host, form a group.
-    pipeline_parallel: ranks with other layers; the outermost axis; a number.
+    pipeline_parallel: ranks with different layers; the outermost axis, whose size is never "auto".
     is_layout: whether the sizes come from a layout string; errors then suggest layout strings.
     """
 
@@ -80,8 +80,8 @@ class Sizes:
         """Return sizes whose product is `num_ranks`.
 
         "auto" axes take the remaining ranks in the order tensor_parallel, data_parallel, data_replicate. If other axes
-        are "auto", too, tensor_parallel takes the greatest number that also divides the ranks of a host. In all other
-        cases an axis takes all ranks that remain.
+        are "auto", too, tensor_parallel takes the greatest common divisor of the remaining ranks and `ranks_per_host`.
+        In all other cases an axis takes all ranks that remain.
 
         Raises:
             ValueError: no sizes fit; the error suggests some that do.

@@ -48,7 +48,7 @@ def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", adv
 
     Args:
         what: names the text in errors.
-        owner, key, advice: the beginning of errors, what the keys of a mapping are, and the remedy.
+        owner, key, advice: parts of errors: the first word, the noun for a mapping's key, and the remedy.
 
     Raises:
         ValueError: the text is invalid, empty, or has a key twice.
@@ -98,13 +98,13 @@ def from_text(text: str) -> _plan.Plan | StyleOf:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return an insertion that gives the known name nearest to `name`; "" if none is near."""
+    """Return a clause of an error with the known name nearest to `name`; "" if none is near."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f", which is close to {near[0]!r}" if near else ""
 
 
 def _named_callable(name: str) -> StyleOf:
-    """Return the object that `name` leads to: from the longest prefix that is a module, attribute by attribute."""
+    """Import the longest prefix of `name` that is a module; return what the rest names, attribute by attribute."""
     parts = name.split(".")
     for num_parts in range(len(parts) - 1, 0, -1):
         prefix = ".".join(parts[:num_parts])

@@ -28,6 +28,7 @@ from weft.strategy.verification.evidence import Evidence, assign_gathered, assig
 from weft.strategy.verification.fit import check_fit
 
 _CONTAINER_STYLES = ("column_row_mlp", "attention", "sequence_parallel")
+# Styles with which the module's own forward runs.
 _STYLES_WITH_OWN_FORWARD = ("sequence_parallel", "replicate", "replicate_sum_gradients", "ignore")
 
 
@@ -56,7 +57,7 @@ def assign_explicit(
 def assign_rules(
     result: Assignments, modules: Mapping[str, nn.Module], rules: Iterable[tuple[str, _plan.Rule]], evidence: Evidence
 ) -> None:
-    """Add the styles of modules by the rule of each; raises ValueError like `assign_explicit`."""
+    """Give each named module the style of its rule; raises ValueError like `assign_explicit`."""
     for name, rule in rules:
         module = modules[name]
         _check_no_dtensors(name, module, rule.style)
@@ -81,8 +82,8 @@ def assign_rules(
 
 
 def _record_options(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
-    fused = result.styles.get(name, Assignment("")).recompute
-    options = Options(rule.recompute and not fused, rule.offload, rule.precision or "", rule.pattern)
+    is_in_operator = result.styles.get(name, Assignment("")).recompute  # the fused operator recomputes by itself
+    options = Options(rule.recompute and not is_in_operator, rule.offload, rule.precision or "", rule.pattern)
     if not str(options):
         return
     reason = why_not_wrapped(module)

@@ -35,8 +35,8 @@ def assign_sequence_roles(model: nn.Module, assignments: Assignments, group_name
         roles |= block_roles
     if not roles:
         raise ValueError(
-            "sequence_parallel=True finds no repeated blocks with layers that the plan cuts, between which activations "
-            "would be sharded along the sequence; leave it out, or put the blocks into an nn.ModuleList."
+            "sequence_parallel=True finds no repeated blocks with layers that the plan shards, between which "
+            "activations would be sharded along the sequence; leave it out, or put the blocks into an nn.ModuleList."
         )
     _check_not_shared(roles, model)
     _check_named(roles, model, assignments)
@@ -134,8 +134,8 @@ def _assign_block_roles(
         kinds = {a.style for name, a in styles.items() if parent_name(name) == container}
         if container == block or kinds.isdisjoint(COLUMN_STYLES) or kinds.isdisjoint(ROW_STYLES):
             raise ValueError(
-                f"sequence_parallel=True: '{container}' has layers that the plan cuts, but is no module of its own "
-                "inside a block with column layers and the row layer after them; leave sequence parallelism out."
+                f"sequence_parallel=True: '{container}' has layers that the plan shards, but is no module of its "
+                "own, inside a block, that holds column layers and their row layer; leave sequence parallelism out."
             )
     for name in (*gathering, *fused):
         kind = "gathers" if name in gathering else "fused"

@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 _TOKENS = (Shard(1), Shard(-2))
-# (class, layout of the input, layout of the output, style) of objects that take and return plain tensors. If a
-# SequenceParallel makes the plan one of sequence parallelism, token shards take the place of replicated layouts.
+# (class, layout of the input, layout of the output, style) of objects that take and return plain tensors. In a plan
+# with a SequenceParallel, Replicate() also stands for shards of tokens.
 _STYLES: list[tuple[type[ColwiseParallel] | type[RowwiseParallel], Any, Any, str]] = [
     (ColwiseParallel, Replicate(), Shard(-1), "column"),
     (ColwiseParallel, Replicate(), Replicate(), "column_gather_output"),
@@ -20,11 +20,12 @@ _STYLES: list[tuple[type[ColwiseParallel] | type[RowwiseParallel], Any, Any, str
 ]
 
 
-def without_objects(rules: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return rules with the names of styles instead of torch's objects; others do not change.
+def replace_torch_styles(rules: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return rules with the names of weft's styles in place of torch's objects; other values do not change.
 
-    With a SequenceParallel, weft shards the activations of the repeated blocks along the sequence, as the style of this
-    name does. A PrepareModuleInput that only gathers or scatters tokens then needs no rule: weft does so itself.
+    With a SequenceParallel, weft shards the activations of the repeated blocks along the sequence, as its own style
+    "sequence_parallel" does. A PrepareModuleInput that only gathers or scatters tokens is then left out: weft moves the
+    tokens itself.
 
     Raises:
         ValueError: weft has no style for an object.

@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.strategy import _plan
 from weft.strategy.recognition import probe
-from weft.strategy.recognition.attribute_reads import Watched, watched
+from weft.strategy.recognition.attribute_reads import Watched, watch
 from weft.strategy.recognition.module_signatures import signature
 from weft.strategy.sharding.shard_dropout import ShardedDim
 from weft.strategy.sharding.state import MlpLayers
@@ -23,8 +23,8 @@ class Assignment:
     mlp, activation, recompute: of a fused MLP, whose forward one operator replaces.
     fused_into: for a layer of a fused MLP, the name of the MLP.
     rule: the pattern that gave the style, or "auto".
-    container: for column and row layers, the module in whose forward they exchange shards; elsewhere they take and
-        return full tensors. None: they exchange shards anywhere.
+    container: for column and row layers, the module in whose forward they exchange shards; called from other code,
+        they take and return full tensors. None: they exchange shards in all calls.
     watched: the attributes of a fused MLP that must keep their values.
     """
 
@@ -66,8 +66,8 @@ _EXPOSED = (
 class Assignments:
     """The styles of one model's modules, and all else that a plan decides about them, by the names of the modules.
 
-    heads: by (module, attribute), a rank's value of an attribute that counts heads.
-    counts: by module, the values that attributes have on a rank while the module's forward runs.
+    heads: by (module, attribute), a rank's value of an attribute that counts heads by a rule; it stays set.
+    counts: by module, a rank's values of attributes, which are set only while the module's forward runs.
     dropouts: by the name of an nn.Dropout, the dims along which its input is sharded.
     options: of modules whose rule has some, except the recompute of a fused MLP, which is an option of its operator.
     unread_aliases: names of parameters that their module holds and does not read; they are sharded as in the module
@@ -145,11 +145,13 @@ class Assignments:
                 self.styles[name] = dataclasses.replace(assignment, rule=rule)
 
     def split_layers(self, container_name: str, mlp: MlpLayers, note: str) -> None:
+        """Give the layers of an MLP column and row styles; its own forward runs."""
         for child in mlp.children:
             style = "row" if child == mlp.down else "column"
             self.styles[join(container_name, child)] = Assignment(style, note, container=container_name)
 
     def fuse(self, container_name: str, container: nn.Module, mlp: MlpLayers, activation: str, recompute: bool) -> None:
+        """Give an MLP the fused style, and its layers the styles by which their parameters are sharded."""
         note = f"{activation}, {'gated' if mlp.gate is not None else 'plain'}{', recompute' if recompute else ''}"
         self.styles[container_name] = Assignment(
             "column_row_mlp",
@@ -157,7 +159,7 @@ class Assignments:
             mlp,
             activation,
             recompute=recompute,
-            watched=watched(container, self._cached(probe.attribute_reads, container, mlp)),
+            watched=watch(container, self._cached(probe.attribute_reads, container, mlp)),
         )
         for child in mlp.children:
             style = "row" if child == mlp.down else "column"

@@ -1,4 +1,4 @@
-"""Recognises attention blocks by the names of their layers, for models that cannot be called without an example."""
+"""Recognises attention blocks, and the attributes that count their heads, by names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = (
     ("q_proj", "k_proj", "v_proj", "dense"),
 )
 NAMES_LOOKED_FOR = ", ".join("/".join(names) for names in _NAMES)
-# (fused query, key and value, output).
+# (query, key and value in one layer; output).
 _FUSED_NAMES = (
     ("c_attn", "c_proj"),
     ("qkv_proj", "o_proj"),
@@ -51,7 +51,7 @@ def find_attention(module: nn.Module) -> tuple[str, str, str, str] | None:
 
 
 def find_fused_attention(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of the fused query, key and value layer, and of the output layer."""
+    """Return the names of the layer that is query, key and value in one, and of the output layer."""
     for names in _FUSED_NAMES:
         if all(module._modules.get(name) is not None for name in names):
             return names
@@ -123,7 +123,7 @@ def _num_heads(module: nn.Module, query_features: int) -> int | None:
     """Return the number of heads: the module's own count, else the query features by its head size; None: neither.
 
     A module without a count usually views heads by -1, which needs no division. If its code reads a count from
-    elsewhere (a config), that count is not divided, and the view raises a shape error.
+    a config, that count is not divided, and the view raises a shape error.
     """
     counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))
     num_heads = next((counts[name] for name in _QUERY_COUNTS if name in counts), None)

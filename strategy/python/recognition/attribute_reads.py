@@ -21,7 +21,11 @@ _MISSING = "no value"
 
 
 class Read(NamedTuple):
-    """An attribute that a forward reads: the path of the module below the forward's own, and the name."""
+    """An attribute that a forward reads.
+
+    path: of the module that has the attribute, relative to the module whose forward runs.
+    name: the attribute's.
+    """
 
     path: str
     name: str
@@ -62,7 +66,7 @@ def _recording_class(cls: type[nn.Module], path: str, reads: dict[Read, None]) -
 
 
 def why_not_watched(module: nn.Module, reads: list[Read]) -> str | None:
-    """Return which of the reads is a tensor other than a parameter, whose values may change; None: none is."""
+    """Return why the attributes cannot be watched: one is a buffer or a plain tensor; None if all can."""
     for path, name in reads:
         inner = module.get_submodule(path)
         value = inner.__dict__.get(name)
@@ -73,8 +77,8 @@ def why_not_watched(module: nn.Module, reads: list[Read]) -> str | None:
     return None
 
 
-def watched(module: nn.Module, reads: list[Read]) -> tuple[Watched, ...]:
-    """Return the present values of the reads, without parameters and linear layers, which a fused MLP checks itself."""
+def watch(module: nn.Module, reads: list[Read]) -> tuple[Watched, ...]:
+    """Return the attributes and their present values, except parameters and linear layers, which a fused MLP checks."""
     found = []
     for path, name in reads:
         inner = module.get_submodule(path)
@@ -86,7 +90,7 @@ def watched(module: nn.Module, reads: list[Read]) -> tuple[Watched, ...]:
 def _comparable(value: Any) -> Any:
     """Return a copy of a plain value, or of a list, tuple or dict of plain values; the class of any other object.
 
-    A model and its deep copy have equal results.
+    The results for an attribute of a model and for that of its deep copy are equal.
     """
     if isinstance(value, _PLAIN):
         return value

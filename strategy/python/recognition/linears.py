@@ -78,16 +78,16 @@ def why_no_vocab_embedding(module: nn.Module) -> str | None:
 
 
 def _calls_super(cls: type[nn.Module]) -> bool:
-    """Return whether a class's forward wraps `super().forward`, such as one that scales its result.
+    """Return whether a class's forward calls `super().forward`, for example to scale the result.
 
-    One that also reads the weight itself raises when it runs: torch does not mix DTensors with plain tensors.
+    A forward that also reads the weight itself raises when it runs: torch does not mix DTensors with plain tensors.
     """
     code = getattr(cls.forward, "__code__", None)
     return code is not None and "__class__" in code.co_freevars and "forward" in code.co_names
 
 
 def shard_dims(module: nn.Module, style: str) -> dict[str, int]:
-    """Return the dim along which a style shards each parameter of a module; parameters not named are replicated."""
+    """Return, by name, the dims along which a style shards parameters of a module; all others are replicated."""
     state = state_of(module)
     transposed = state.transposed if state is not None else is_conv1d(module)
     if style in COLUMN_STYLES or style == "vocab_head":

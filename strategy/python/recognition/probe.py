@@ -3,7 +3,8 @@
 The result depends on the forward's code, not on the weights. So the probe gives both sides random float64 weights of a
 few of the hidden units, and inputs of scales 1e-3, 1 and 30: every rank comes to the same result, meta models need no
 values, and zero weights (with which every activation looks the same) do no harm. The inputs have the shape [2, 3, dim]
-and, at scale 1 only, the shapes of the calls that an example makes.
+and, at scale 1 only, the shapes of the calls that an example makes. The forward runs on a `shell`: a copy of the module
+with its code and these weights (`recognition.shell`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from weft.strategy.sharding.state import MlpLayers, child_of
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 _SCALES = (1e-3, 1.0, 30.0)
-_MAX_HIDDEN = 16  # hidden units of the probe, whose other sizes are the model's: its memory is small beside a shard
+_MAX_HIDDEN = 16  # hidden units in the probe, to save memory; all other sizes are those of the model
 _TOLERANCE = 1e-10
 
 
@@ -79,7 +80,7 @@ def find_activation(
                 candidates = [each for each in candidates if _agrees(shell, *each, x, expected, grad_y)]
             stored = _stored(shell, before)
             changed = [name for (_, name), value in _plain_numbers(shell).items() - numbers.items()]
-        except Exception as error:  # whatever the user's forward raises is the answer
+        except Exception as error:  # the user's forward may raise anything; the reason quotes it
             return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
     if stored:
         return f"its forward keeps {stored}"
@@ -107,7 +108,7 @@ def attribute_reads(container: nn.Module, mlp: MlpLayers) -> list[Read]:
 
 
 def _plain_numbers(shell: nn.Module) -> dict[tuple[str, str], float | str]:
-    """Return the numbers and texts in attributes, by module and attribute, without `training`, which the probe sets."""
+    """Return the numbers and texts in attributes, by (module, attribute), without `training`, which the probe sets."""
     return {
         (path, name): value
         for path, module in shell.named_modules()
@@ -132,11 +133,11 @@ def why_not_split(container: nn.Module, mlp: MlpLayers) -> str | None:
                 half = hidden // 2
                 for units in (slice(0, half), slice(half, hidden)):
                     partial, _ = _hidden_values(container, mlp, units, training)
-                    if not _close(partial, full[..., units]):
+                    if not _is_close(partial, full[..., units]):
                         return "its hidden units are not computed one by one (is there a norm or F.dropout between?)"
         except _NotSplit as error:
             return str(error)
-        except Exception as error:  # whatever the user's forward raises is the answer
+        except Exception as error:  # the user's forward may raise anything; the reason quotes it
             return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
     return None
 
@@ -148,7 +149,7 @@ def _stored(shell: nn.Module, before: Mapping[tuple[str, str], Tensor]) -> str:
 
 
 class _NotSplit(Exception):
-    """Its text is the reason."""
+    """Raised if column and row styles would change the output; its text is the reason."""
 
 
 def _first_line(error: Exception) -> str:
@@ -158,7 +159,7 @@ def _first_line(error: Exception) -> str:
 def _shell_with_hidden(container: nn.Module, mlp: MlpLayers, units: int | slice) -> tuple[nn.Module, int]:
     """Return a shell with only some hidden units, and the number of hidden units from which they are chosen.
 
-    That number is at most _MAX_HIDDEN. `units`: the number of the first units, or a slice. Other sizes do not change.
+    That number is at most _MAX_HIDDEN. `units`: how many of the first units, or a slice. Other sizes do not change.
     """
     parameters: dict[int, Tensor] = {}
     hidden = 0
@@ -228,10 +229,10 @@ def _agrees(
     w3, b3 = (None, None) if mlp.gate is None else weight_and_bias(mlp.up)
     w2, b2 = weight_and_bias(mlp.down)
     y = torch.ops.weft.column_row_mlp(x, w1, w2, w3, b1, b2, b3, activation=activation, group_name="")
-    if y.shape != expected[0].shape or not _close(y.detach(), expected[0]):
+    if y.shape != expected[0].shape or not _is_close(y.detach(), expected[0]):
         return False
     gradients = _gradients(y, grad_y, [x, *_weights(shell, mlp)])
-    return all(_close(a, b) for a, b in zip(gradients, expected[1:], strict=True))
+    return all(_is_close(a, b) for a, b in zip(gradients, expected[1:], strict=True))
 
 
 def _hidden_values(container: nn.Module, mlp: MlpLayers, units: slice, training: bool) -> tuple[Tensor, int]:
@@ -274,5 +275,5 @@ def _hidden_values(container: nn.Module, mlp: MlpLayers, units: slice, training:
     return down_inputs[0].detach(), hidden
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _is_close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).norm() <= _TOLERANCE * b.norm().clamp_min(torch.finfo(torch.float64).tiny))

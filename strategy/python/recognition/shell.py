@@ -1,4 +1,4 @@
-"""Copies a small module with its code and without its tensors, to run its forward on other values."""
+"""Makes shells: copies of modules with their code and other tensors, to run a forward on other values."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def shell_of(
     buffers: dict[int, Tensor],
     memo: dict[int, Any] | None = None,
 ) -> nn.Module:
-    """Return a copy with the module's original class, other tensors, and the same objects in other attributes.
+    """Return a copy of a module with its original class and replaced parameters and buffers.
 
-    `parameters` and `buffers` map the id of each of the module's tensors to its replacement. Tensors, lists and dicts
-    in attributes are copied, so that the copy's forward does not change the module's. Hooks are left out: the copy's
-    forward runs no user code except that of the module itself. A module that is used twice is copied once; `memo` maps
-    the ids of copied modules, lists and dicts to their copies.
+    `parameters` and `buffers` map the id of each of the module's tensors to its replacement. Plain attributes are the
+    same objects, except that tensors, lists and dicts are copied, so that the copy's forward does not change the
+    module's. Hooks are left out: the copy's forward runs no user code except that of the module itself. A module that
+    is used twice is copied once; `memo` maps the ids of copied modules, lists and dicts to their copies.
     """
     memo = {} if memo is None else memo
     if id(module) in memo:
         made: nn.Module = memo[id(module)]
         return made
     copy = memo[id(module)] = object.__new__(original_class(module))
-    copy.__dict__ = {n: _without_sharing(value, memo) for n, value in module.__dict__.items() if n not in _REPLACED}
+    copy.__dict__ = {n: _attribute_copy(value, memo) for n, value in module.__dict__.items() if n not in _REPLACED}
     for name in _HOOK_DICTS:
         copy.__dict__[name] = OrderedDict()
     copy.__dict__["_parameters"] = {
@@ -60,7 +60,7 @@ def shell_of(
     return copy
 
 
-def _without_sharing(value: Any, memo: dict[int, Any]) -> Any:
+def _attribute_copy(value: Any, memo: dict[int, Any]) -> Any:
     """Return a copy of a tensor, list or dict, and any other object itself; copy each list or dict only once."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return _values_of(value).clone()
@@ -69,9 +69,9 @@ def _without_sharing(value: Any, memo: dict[int, Any]) -> Any:
     if id(value) not in memo:
         memo[id(value)] = copy = type(value)()
         if type(value) is list:
-            copy.extend(_without_sharing(item, memo) for item in value)
+            copy.extend(_attribute_copy(item, memo) for item in value)
         else:
-            copy.update({key: _without_sharing(item, memo) for key, item in value.items()})
+            copy.update({key: _attribute_copy(item, memo) for key, item in value.items()})
     return memo[id(value)]
 
 
@@ -150,7 +150,7 @@ def isolated_execution() -> Iterator[None]:
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:
-    """Inside, create tensors on the CPU; without a device context, which slows every call, if that is the default."""
+    """Inside, create tensors on the CPU. If it is the default, leave out the device context, which slows every call."""
     is_default = torch.get_default_device().type == "cpu"
     return contextlib.nullcontext() if is_default else torch.device("cpu")
 

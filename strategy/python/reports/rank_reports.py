@@ -46,7 +46,7 @@ class RankReports:
 
 
 def rank_reports(model: nn.Module, group: dist.ProcessGroup | None = None) -> RankReports:
-    """Return the reports on a model of all ranks of a group (None: the default group); collective."""
+    """Return each rank's report on its part of a model, for a group (None: the default group); collective."""
     from weft.strategy.pipeline import find_staged
 
     found = find_staged(model)

@@ -106,7 +106,7 @@ def report(model: nn.Module) -> Report:
     In modules that are not parallelized, their style is "plain" or "dtensor". For a wrapper that adds no parameters,
     such as Fabric's, the report is that of the parallelized model inside.
     """
-    model = _without_wrapper(model)
+    model = _unwrapped(model)
     rows: list[Row] = []
     first: dict[int, str] = {}
     for module_name, module in model.named_modules():
@@ -127,7 +127,7 @@ def report(model: nn.Module) -> Report:
     return Report(tuple(rows), state.plan_notes if state is not None else ())
 
 
-def _without_wrapper(model: nn.Module) -> nn.Module:
+def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the module that parallelize was called with, if it has all of the model's parameters; else the model."""
 
     def is_root(module: nn.Module) -> bool:

@@ -25,7 +25,7 @@ _STYLE_TEXTS = {
 
 def summary(model: nn.Module) -> list[str]:
     """Return at most 3 lines on a parallelized model: kinds of sharded modules, and parameters that stay replicated."""
-    return [*_kinds(model), *replicated(model)]
+    return [*_kinds(model), *replicated_lines(model)]
 
 
 def _kinds(model: nn.Module) -> list[str]:
@@ -70,7 +70,7 @@ def _group_text(styles: set[str]) -> str:
     return "in part with gathered activations"
 
 
-def replicated(model: nn.Module) -> list[str]:
+def replicated_lines(model: nn.Module) -> list[str]:
     """Return a line on the replicated parameters, and one with the three largest if they are over 5 % of the bytes."""
     parameters = list(model.named_parameters())
     full = [(name, p.nbytes) for name, p in parameters if _is_full(p)]

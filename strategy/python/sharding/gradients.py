@@ -33,8 +33,8 @@ def check_replicated_gradients(
     Args:
         model: a parallelized model.
         fingerprints: the results of `gradient_fingerprint` for gradients that have been freed.
-        data_group: the data-parallel ranks, which have other shards of the gradients or gradients of other data; None:
-            there are none.
+        data_group: the data-parallel ranks, which have different shards of the gradients, or gradients of different
+            data; None: there are none.
 
     Raises:
         ValueError: gradients differ, naming the parameters; raised on all ranks of both groups.

@@ -56,7 +56,7 @@ class _GradientSpec:
         self.original, self.copy = original, copy.copy(original)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copied parameter has a spec of its own, so it needs another copy of that
+        return None  # a copied parameter has its own spec, of which it makes a copy when needed
 
 
 def _gradient_spec(parameter: DTensor) -> Any:
@@ -131,14 +131,14 @@ def reading_locals(mode: TorchFunctionMode | None = None) -> Iterator[None]:
 
 
 def enter_forward() -> None:
-    """`reading_locals` without the context manager's cost; pair with `exit_forward`."""
+    """Begin what `reading_locals` does, without the cost of a context manager; end it by `exit_forward`."""
     _THREAD.depth += 1
     if _THREAD.mode is not None and _THREAD.suspended_at == 0:
         _suspend()
 
 
 def exit_forward() -> None:
-    """Leave the forward that `enter_forward` entered."""
+    """End what the last `enter_forward` began."""
     if _THREAD.suspended_at == _THREAD.depth and _THREAD.mode is not None:
         _THREAD.mode.__enter__()
         _THREAD.suspended_at = 0

@@ -17,11 +17,11 @@ active_mode: contextvars.ContextVar[Any] = contextvars.ContextVar("weft_pipeline
 class RemoteLayer(nn.Module):
     """A layer of another stage: it has no parameters and no modules.
 
-    Plain attributes are those of the skeleton, because code between layers reads some. So are parameters and modules
+    Plain attributes are those of `skeleton`, because code between layers reads some. So are parameters and modules
     while a forward is intercepted (`active_mode`): they have fake tensors, and results computed with them are received
-    from the layer's stage. At other times, reading a tensor or a module raises.
+    from the layer's stage. At other times, reading a tensor or a module raises AttributeError.
 
-    skeleton: the layer in the skeleton, a copy of the full model without values.
+    skeleton: the same layer in a copy of the full model that has fake tensors.
     """
 
     def __init__(self, name: str, stage: int, skeleton: nn.Module) -> None:
@@ -66,10 +66,10 @@ class RemoteLayer(nn.Module):
 
 @contextlib.contextmanager
 def placeholder_parameters(model: nn.Module, device: torch.device) -> Iterator[list[nn.Parameter]]:
-    """Inside, each RemoteLayer has an empty parameter, of the same name, ndim and dtype, for each one of its layer.
+    """Inside, each RemoteLayer has an empty parameter of the same name and dtype for each parameter of its layer.
 
-    Code that sorts a model's parameters by names or dims, as for an optimizer's groups, then gives the same groups on
-    every stage, and no empty list of parameters, which optimizers reject.
+    It has as many dims, at least one. Code that sorts a model's parameters by names or dims, as for an optimizer's
+    groups, then gives the same groups on every stage, and no empty list of parameters, which optimizers reject.
     """
     remote_layers = [module for module in model.modules() if type(module) is RemoteLayer]
     placeholders: list[nn.Parameter] = []

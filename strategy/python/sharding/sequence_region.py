@@ -1,4 +1,4 @@
-"""The operations of sequence parallelism: gathers and scatters activations, and sums the gradients of weights.
+"""The operations of sequence parallelism: gathers and scatters activations, and tells which gradients to sum.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022): between layers that tensor
 parallelism shards by features, each rank holds a shard of the tokens. Tokens are the last dim but one.
@@ -17,10 +17,10 @@ from torch import Tensor
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """The blocks of one list, with the lengths of the full sequence and of this rank's shard in the current forward.
+    """A run of adjacent blocks of one list.
 
-    lengths: (tokens of the full sequence, tokens of this rank); None before the first forward. The current forward may
-    be a recomputed one.
+    lengths: (tokens of the full sequence, tokens of this rank) in the current forward, which may be a recomputed one;
+    None before the first forward.
     """
 
     group_name: str
@@ -36,7 +36,7 @@ class Region:
 
     @contextlib.contextmanager
     def with_lengths(self, lengths: tuple[int, int] | None) -> Iterator[None]:
-        """Inside, use other lengths: a recomputed forward may have other lengths than the last one."""
+        """Inside, use these lengths, those of the forward that is recomputed; the last forward may have had others."""
         before, self.lengths = self.lengths, lengths
         try:
             yield
@@ -62,9 +62,10 @@ class Region:
 class SequenceRole:
     """The role of a module in a region.
 
-    kind: "block": an entry of the list; "gathers": its input is gathered for the layers inside; "inside": a column
-    layer there; "scatters": a row layer, which reduce-scatters its output; "fused": an MLP whose operator gathers and
-    reduce-scatters; "sharded": computes on this rank's tokens; "dropout": an nn.Dropout on this rank's tokens.
+    kind: "block": an entry of the list; "gathers": its input is gathered for the layers inside; "inside": one of its
+    column layers; "scatters": one of its row layers, which reduce-scatters its output; "fused": an MLP whose operator
+    gathers and reduce-scatters; "sharded": computes on this rank's tokens; "dropout": an nn.Dropout on this rank's
+    tokens.
     features: the size of the last dim of the input tokens, by which a "block" and a module that "gathers" tell tokens
     from masks and tables.
     is_first_block, is_last_block: whether a block is the first, or the last, of the region.
@@ -82,7 +83,7 @@ class SequenceRole:
         return self.kind in ("block", "sharded")
 
     def prepare_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a forward's arguments, with the first tensor of tokens with `features` gathered or scattered.
+        """Return a forward's arguments, of which the first that is a tensor of tokens is gathered or scattered.
 
         A tensor is gathered only if it has as many tokens as this rank's shard, which tells it from a mask.
         """
@@ -100,7 +101,7 @@ class SequenceRole:
             if self._is_activation(value):
                 return args, {**kwargs, name: change(value)}
         raise TypeError(
-            f"sequence_parallel=True: a block or attention got no floating tensor of tokens with {self.features} "
+            f"sequence_parallel=True: a block, attention or MLP got no floating tensor of tokens with {self.features} "
             "features; leave sequence parallelism out."
         )
 

@@ -23,7 +23,7 @@ def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
     Raises:
         TypeError: `mesh` is not a DeviceMesh.
-        ValueError: it has several axes, none of that name.
+        ValueError: `mesh` has several axes, none of that name.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
@@ -46,7 +46,7 @@ def group_name_of(mesh: DeviceMesh) -> str:
 
 
 def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bool]:
-    """Return a DTensor with this rank's shard of `tensor` along `dim`, a copy; None: replicated, without a copy.
+    """Return a DTensor with this rank's shard of `tensor` along `dim`, a copy; `dim` None: replicated, without one.
 
     The second result: whether a deferred tensor had to be materialized in full to make a shard of it.
     """

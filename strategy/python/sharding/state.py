@@ -50,7 +50,7 @@ class ModuleState:
     mesh: DeviceMesh
     group_name: str
     name: str = ""  # the name in the model that parallelize was called with
-    is_root: bool = False  # whether it is that model; its forward also explains errors of sharded modules
+    is_root: bool = False  # parallelize was called with it; its forward also explains errors of sharded modules
     rule: str = ""  # the pattern that gave the style, or "auto"
     note: str = ""
     mlp: MlpLayers | None = None  # the layers of a fused MLP
@@ -60,11 +60,11 @@ class ModuleState:
     child_classes: tuple[type, ...] = ()  # of a fused MLP's layers, in the order of `mlp.children`
     transposed: bool = False  # the weight is [in, out], as in GPT-2's Conv1D
     vocab_start: int = 0  # for a vocab_embedding or vocab_head: the first row on this rank
-    is_layer_of_fused: bool = False  # whether it is a layer of a fused MLP
+    is_layer_of_fused: bool = False  # it is a layer of a fused MLP
     sequence_role: SequenceRole | None = None  # its role if activations are sharded along the sequence
     precision: torch.dtype | None = None  # the dtype that it computes in; None: no rule names one
     local_attributes: tuple[tuple[str, int], ...] = ()  # (name, value on this rank during the forward): head counts
-    dropout_inputs: tuple[ShardedDim, ...] = ()  # the inputs of an nn.Dropout between column and row layers
+    dropout_inputs: tuple[ShardedDim, ...] = ()  # for an nn.Dropout between column and row layers: dims of its inputs
     scope: Scope | None = None  # of a column or row layer: the forward in which it returns or takes shards; None: any
     own_scope: Scope | None = None  # of a module that contains such layers: its forward
     plan_key: Any = None  # on the root: `key()` of the applied plan, by which another plan is detected

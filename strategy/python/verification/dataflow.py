@@ -1,9 +1,10 @@
 """Finds which linear layers of a module feed which others, by running it.
 
-In a weightless run the output of every linear layer is a leaf of the autograd graph, so the input of a layer depends
-on exactly those layers whose output reaches it without passing through another layer: attention's query, key and value
-layers reach its output layer, and an MLP's up layer reaches its down layer. A *group* consists of *sources* and their
-*sink*, the only layer that they reach. Tensor parallelism shards the sources by column and the sink by row.
+In a run without weights (`weightless`), the output of every linear layer is a leaf of the autograd graph, so the input
+of a layer depends on exactly those layers whose output reaches it without passing through another layer: attention's
+query, key and value layers reach its output layer, and an MLP's up layer reaches its down layer. A *group* consists of
+*sources* and their *sink*, the only layer that they reach. Tensor parallelism shards the sources by column and the sink
+by row.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ class Flow:
         """Return the groups, in the order of the sinks' first calls."""
         return self._groups(lambda targets: targets)
 
-    def blocked(self) -> list[Group]:
+    def blocked_groups(self) -> list[Group]:
         """Return the sets of layers that would be groups if the module's output did not depend on the sources, too."""
         groups = self.groups()
         return [group for group in self._groups(lambda targets: targets - {OUTPUT}) if group not in groups]
 
-    def _groups(self, seen: Callable[[set[str]], set[str]]) -> list[Group]:
+    def _groups(self, counted: Callable[[set[str]], set[str]]) -> list[Group]:
         found = []
         for sink in self.reaches:
             sources = tuple(layer for layer, targets in self.reaches.items() if sink in targets)
-            if sources and all(seen(self.reaches[layer]) == {sink} for layer in sources) and sink not in sources:
+            if sources and all(counted(self.reaches[layer]) == {sink} for layer in sources) and sink not in sources:
                 found.append(Group(sources, sink))
         return found
 

@@ -28,7 +28,7 @@ _MAX_CANDIDATES = 12  # sets of attributes that are tried for one group
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """One group of a model: the module that contains all of it, and whether it computes the same by heads."""
+    """One group of a model, the module that contains all of it, and the verdict on sharding this module by heads."""
 
     container: str
     group: Group
@@ -141,7 +141,7 @@ class _Examiner:
                 verdict = self._confirm(name, group, self._verdict_on(module, group, calls))
                 self.decisions.append(Decision(name, group, verdict))
                 layers -= {names.pop(layer) for layer in (*group.sources, group.sink)}
-        blocked = any(names.keys() >= {*group.sources, group.sink} for group in flow.blocked())
+        blocked = any(names.keys() >= {*group.sources, group.sink} for group in flow.blocked_groups())
         return _Ungrouped(layers, blocked)
 
     def _confirm(self, name: str, group: Group, verdict: Verdict) -> Verdict:
@@ -152,7 +152,9 @@ class _Examiner:
         """
         if not verdict.is_accepted or not verdict.has_stored_tensors or self.trust:
             return verdict
-        outermost = next((n for n, m in self.model.named_modules() if _is_above(n, name) and self._calls(m)), name)
+        outermost = next(
+            (n for n, m in self.model.named_modules() if _is_or_contains(n, name) and self._calls(m)), name
+        )
         if outermost == name or self.rejects_stored:
             reason = "it keeps tensors in attributes, which code outside may read; return them from its forward instead"
             return dataclasses.replace(verdict, is_accepted=False, reason=reason)
@@ -175,10 +177,11 @@ class _Examiner:
     def _verdict_on(self, module: nn.Module, group: Group, calls: Sequence[Call]) -> Verdict:
         """Return the verdict on a group, from all calls.
 
-        A module equal to an earlier one gets the earlier verdict, and so does one without recorded calls that differs
-        only in its index among others. One with recorded calls that differs only in its index from an accepted one is
-        compared on one call and the shards of two ranks, which rotate from module to module; if that rejects it, it is
-        compared in full.
+        - A module equal to an earlier one gets its verdict, and so does a module without recorded calls that differs
+          from an earlier one only in its index, such as `layer_idx`.
+        - A module with recorded calls that differs only in its index from an accepted one is compared on one call and
+          the shards of two ranks, which rotate from module to module; if that rejects it, it is compared in full.
+        - All other modules are compared in full.
         """
         arguments = tuple(call.kind() for call in calls)
         exact = (self.signatures.of(module, self._has_own_calls(module)), arguments, group)
@@ -190,24 +193,24 @@ class _Examiner:
             first = 2 * self._num_alike % self.num_ranks
             ranks = sorted({first, (first + 1) % self.num_ranks})
             self._num_alike += 1
-            verdict = self._verdict(module, group, calls[:1], [known.counts], ranks)
+            verdict = self._compare(module, group, calls[:1], [known.counts], ranks)
             verdict = verdict if verdict.is_accepted else None
         if verdict is None:
-            verdict = self._verdict(module, group, calls)
+            verdict = self._compare(module, group, calls)
         self._verdicts[exact] = verdict
         self._verdicts.setdefault(alike, verdict)
         return verdict
 
     def _flow(self, module: nn.Module, calls: Sequence[Call]) -> Flow | None:
-        run = Weightless(module, calls[0].scale)
+        weightless = Weightless(module, calls[0].scale)
         args, kwargs = calls[0].fresh()
         try:
-            result = run.run(args, kwargs, training=calls[0].training)
-            return flow_of(result) if len(result.calls) <= _MAX_CALLS_OF_LAYERS else None
-        except Exception:  # its code may raise anything: it may need state that its parent sets, or run twice
+            run = weightless.run(args, kwargs, training=calls[0].training)
+            return flow_of(run) if len(run.calls) <= _MAX_CALLS_OF_LAYERS else None
+        except Exception:  # its code may raise anything: it may need state that its parent sets, or not run twice
             return None
 
-    def _verdict(
+    def _compare(
         self,
         module: nn.Module,
         group: Group,
@@ -238,7 +241,7 @@ class _Examiner:
         return dataclasses.replace(verdict, reason=f"{verdict.reason}, and {indivisible}")
 
 
-def _is_above(name: str, other: str) -> bool:
+def _is_or_contains(name: str, other: str) -> bool:
     return not name or name == other or other.startswith(f"{name}.")
 
 

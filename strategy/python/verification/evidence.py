@@ -24,9 +24,9 @@ _REHEARSAL = "_weft_rehearsal"
 
 
 def store_rehearsal(model: nn.Module, example: Any = None) -> Rehearsal:
-    """Return the rehearsal of a full model, and store it for a plan that is applied when only some layers are left.
+    """Return the rehearsal of a full model (the calls of its modules), and store it for when only some layers are left.
 
-    If one is stored already, that one is returned.
+    A plan applied then uses it. If a rehearsal is stored already, it is returned.
     """
     if model.__dict__.get(_REHEARSAL) is None:
         model.__dict__[_REHEARSAL] = StoredRehearsal(model, None if example is None else sample_of(example))
@@ -69,7 +69,7 @@ class StoredRehearsal:
             like={module_ids[key]: keys[like] for key, like in known.like.items() if key in module_ids},
             called={module_ids[key] for key in known.called if key in module_ids},
             read={parameter_ids[key] for key in known.read if key in parameter_ids},
-            seen={module_ids[key] for key in known.seen if key in module_ids},
+            covered={module_ids[key] for key in known.covered if key in module_ids},
             why_not=known.why_not,
         )
 
@@ -151,9 +151,9 @@ class Evidence:
         """Return whether the rehearsal called a layer."""
         return id(module) in self.rehearsal.called
 
-    def is_seen(self, module: nn.Module) -> bool:
+    def is_covered(self, module: nn.Module) -> bool:
         """Return whether a module is inside a module that could be called as a whole."""
-        return id(module) in self.rehearsal.seen
+        return id(module) in self.rehearsal.covered
 
     def is_read(self, module: nn.Module) -> bool:
         """Return whether code read a layer's weights without calling it."""
@@ -174,7 +174,7 @@ def _takes_one_argument(module: nn.Module) -> bool:
 
 
 def assign_group(result: Assignments, decision: Decision, note: str = "") -> list[str]:
-    """Give the layers of a group their styles: column and row if it computes the same by heads, else gathered ones.
+    """Give a group column and row styles if it computes the same by heads, else styles with gathered activations.
 
     Returns:
         The names of the group's layers and, if it computes the same, of the modules whose gradients are summed.

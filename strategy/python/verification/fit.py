@@ -17,13 +17,13 @@ _MAX_LAYERS = 64  # calls of layers in one module; the flow of a larger module i
 def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None:
     """Check that column and row rules fit together, as far as the forward can be run.
 
-    Layers that do not compute the same by heads, or that the rehearsal did not call, are a remark. With verify="never"
-    nothing is checked.
+    Layers that do not compute the same by heads, or that were not called in the rehearsal (the runs before sharding),
+    are reported in a remark. With verify="never" nothing is checked.
 
     Raises:
         ValueError: a column layer whose output reaches another layer than a row layer, or leaves the model; a row layer
-            whose input comes from a layer that is not a column layer; with verify="always", what else would be a remark
-            and groups that cannot be compared.
+            whose input comes from a layer that is not a column layer; with verify="always", also what is otherwise a
+            remark, and groups that cannot be compared.
     """
     styles = {name: a.style for name, a in result.styles.items() if a.style in ("column", "row") and not a.fused_into}
     if not styles or evidence.tp_size == 1 or evidence.mode == "never":
@@ -81,14 +81,14 @@ def _report(text: str, result: Assignments, evidence: Evidence) -> None:
 
 
 class _Flows:
-    """Runs the modules above layers, each once, and returns their flows."""
+    """Runs the modules around layers, each once, and returns their flows (`dataflow.Flow`)."""
 
     def __init__(self, model: nn.Module, evidence: Evidence) -> None:
         self._modules = dict(model.named_modules())
         self._calls = evidence.rehearsal.calls
         self._flow_of: dict[str, Flow | None] = {}
 
-    def above(self, layer: str) -> list[tuple[str, Flow]]:
+    def of_containers(self, layer: str) -> list[tuple[str, Flow]]:
         """Return (name, flow) for the modules around a layer that can be run, innermost first."""
         named_flows = []
         name = layer
@@ -110,15 +110,16 @@ class _Flows:
         try:
             run = Weightless(self._modules[name]).run(args, kwargs, training=calls[0].training)
             return flow_of(run) if len(run.calls) <= _MAX_LAYERS else None
-        except Exception:  # its code may raise anything: it may need state that its parent sets, or run twice
+        except Exception:  # its code may raise anything: it may need state that its parent sets, or not run twice
             return None
 
 
 def _check_column(name: str, flows: _Flows, result: Assignments) -> None:
-    above = flows.above(name)
-    for container, flow in above:
+    containers = flows.of_containers(name)
+    for container, flow in containers:
         targets = [
-            join(container, target) for target in sorted(flow.reaches.get(_below(container, name), set()) - {OUTPUT})
+            join(container, target)
+            for target in sorted(flow.reaches.get(_relative_name(container, name), set()) - {OUTPUT})
         ]
         wrong = [target for target in targets if not _takes_shards(result, target)]
         if wrong:
@@ -132,13 +133,13 @@ def _check_column(name: str, flows: _Flows, result: Assignments) -> None:
             )
         if targets:
             return
-    if not above:
+    if not containers:
         return
     # Beyond the outermost module that can be called, only another rule of the plan could take the shards.
-    outermost, flow = above[-1]
+    outermost, flow = containers[-1]
     prefix = f"{outermost}." if outermost else ""
     is_taken = any(_takes_shards(result, other) for other in result.styles if not other.startswith(prefix))
-    if not is_taken and OUTPUT in flow.reaches.get(_below(outermost, name), set()):
+    if not is_taken and OUTPUT in flow.reaches.get(_relative_name(outermost, name), set()):
         raise ValueError(
             f"parallelize: the rule for '{name}' is column, which leaves its output sharded, but no row layer follows "
             "and the model returns it; use column_gather_output, or vocab_head for logits."
@@ -146,9 +147,9 @@ def _check_column(name: str, flows: _Flows, result: Assignments) -> None:
 
 
 def _check_row(name: str, flows: _Flows, result: Assignments) -> None:
-    for container, flow in flows.above(name):
-        below = _below(container, name)
-        sources = [join(container, source) for source, targets in flow.reaches.items() if below in targets]
+    for container, flow in flows.of_containers(name):
+        layer = _relative_name(container, name)
+        sources = [join(container, source) for source, targets in flow.reaches.items() if layer in targets]
         wrong = [source for source in sources if not _gives_shards(result, source)]
         if wrong:
             raise ValueError(
@@ -160,8 +161,8 @@ def _check_row(name: str, flows: _Flows, result: Assignments) -> None:
             return
 
 
-def _below(container: str, name: str) -> str:
-    """Return the name of a layer below the container that holds it."""
+def _relative_name(container: str, name: str) -> str:
+    """Return the name of a layer relative to the container that holds it."""
     return name[len(container) + 1 :] if container else name
 
 

@@ -1,11 +1,19 @@
-"""Compares the code between the layers of a group on one rank's features with the same code on all features.
+"""Compares the code between linear layers, such as q, k, v and o, on one rank's features and on all features.
 
-Reference: the module's own code with full outputs of the group's sources, as gathered projections would give them. It
-is correct for any code. Candidate, for each rank: the same code with that rank's shard of those outputs, and with the
-head counts that it reads divided by the number of ranks. The candidate is correct if the sink's input is that rank's
-shard of the reference's, and all other values that the module computes and all gradients equal the reference's. The
-layers themselves need no check: column and row operators are exact for any weight, so the runs need no weights. Each
-rank runs the candidates of all ranks from the same seeds, without communication, so all ranks reach the same verdict.
+The layers are a `dataflow.Group`: sources, such as q, k and v, whose outputs flow into a sink, such as o.
+
+Reference: the module's own code with full outputs of the sources, as gathered projections would give them. It is
+correct for any code. Candidate, for each rank: the same code with that rank's shard of those outputs, and with the head
+counts that it reads divided by the number of ranks. The candidate is correct if all values and gradients agree with the
+reference:
+
+    the sink's input, and gradients of source outputs    are that rank's shard of those in the reference
+    gradients of parameters between the layers           are equal after a sum over ranks
+    all other values and gradients                       are equal
+
+The layers themselves need no check: column and row operators are exact for any weight, so the runs need no weights.
+Every process runs the candidates of all ranks (or of `ranks`) from the same seeds, without communication, so all
+processes reach the same verdict.
 """
 
 from __future__ import annotations
@@ -25,18 +33,19 @@ from weft.strategy.verification.dataflow import Group
 from weft.strategy.verification.rehearsal import Call
 from weft.strategy.verification.weightless import Run, ShardContext, Weightless, drawn
 
-Counts = Mapping[str, Mapping[str, int]]  # by module below the container: attribute -> value on a rank
+Counts = Mapping[str, Mapping[str, int]]  # by name of a module inside the container: attribute -> value on a rank
 
 _TOLERANCE = 1e-9
 _ROUNDED_TOLERANCE = 5e-6  # for code that itself rounds to float32
-_MAX_ELEMENTS = 1 << 24  # of parameters between the layers
+_SINK_SEED, _LAYER_SEED, _OUTPUT_SEED = 11, 12, 13  # of cotangents, the random gradients that backwards start from
+_MAX_ELEMENTS = 1 << 24  # of one parameter outside of the linear layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """The result of comparing a group.
 
-    counts: the values on a rank of attributes that count heads, while the forward of the module that holds them runs.
+    counts: one rank's values of attributes that hold numbers of heads; set only while their module's forward runs.
     summed: the modules whose own parameters get a partial gradient on each rank.
     dropouts: by the name of an nn.Dropout that gets a rank's shard of its input, the sharded dims.
     has_stored_tensors: whether modules keep tensors of one rank's heads in attributes, which other code may read.
@@ -69,7 +78,8 @@ def verdict_on(
 
     Args:
         candidates: divided values of attributes that may count heads, likeliest first.
-        ranks: those whose shards are compared; None: all. Gradients that are sums over ranks are compared only then.
+        ranks: those whose shards are compared; None: all. Gradients that are sums over ranks are compared
+            only for all.
     """
     largest = max((p.numel() for p in _parameters_outside_layers(container)), default=0)
     if largest > _MAX_ELEMENTS:
@@ -106,8 +116,8 @@ def _draws_random_numbers(container: nn.Module, calls: Sequence[Call]) -> bool:
 
 
 def _parameters_outside_layers(container: nn.Module) -> list[Tensor]:
-    run = Weightless(container)
-    return [p for p in container.parameters() if id(p) in run.parameters]
+    weightless = Weightless(container)
+    return [p for p in container.parameters() if id(p) in weightless.parameters]
 
 
 class _Differs(Exception):
@@ -169,22 +179,22 @@ class _Comparison:
 
     def run(self) -> float:
         full, full_args = self._run({}, {}, None)
-        between, rest = self._gradients(full, full_args, None)
-        self._check_other_inputs(between, full_args)
+        sink_grads, other_grads = self._gradients(full, full_args, None)
+        self._check_other_inputs(sink_grads, full_args)
         sums: dict[int, Tensor] = {}
         for rank in self.ranks:
             shard_run, shard_args = self._run(
-                self._source_shards(rank), self.counts, ShardContext(full, rank, self.num_ranks)
+                self._replacements(rank), self.counts, ShardContext(full, rank, self.num_ranks)
             )
             self._compare_values(full, shard_run, rank)
             self._record_state(full, shard_run)
-            shard_between, shard_rest = self._gradients(shard_run, shard_args, rank)
-            self._compare_gradients(full, between, rest, shard_between, shard_rest, rank)
-            for key, grad in shard_between.parameters.items():
+            shard_sink_grads, shard_other_grads = self._gradients(shard_run, shard_args, rank)
+            self._compare_gradients(full, sink_grads, other_grads, shard_sink_grads, shard_other_grads, rank)
+            for key, grad in shard_sink_grads.parameters.items():
                 sums[key] = sums.get(key, torch.zeros_like(grad)) + grad
-        for key, grad in between.parameters.items() if len(self.ranks) == self.num_ranks else ():
-            self._close(sums.get(key, torch.zeros_like(grad)), grad, f"the gradient of '{self.names[key]}'")
-        self._find_summed(between, rest)
+        for key, grad in sink_grads.parameters.items() if len(self.ranks) == self.num_ranks else ():
+            self._check_close(sums.get(key, torch.zeros_like(grad)), grad, f"the gradient of '{self.names[key]}'")
+        self._find_summed(sink_grads, other_grads)
         return self.worst
 
     def _run(
@@ -203,29 +213,30 @@ class _Comparison:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         return run, tensors
 
-    def _source_shards(self, rank: int) -> dict[str, Callable[[int, Tensor], Tensor]]:
+    def _replacements(self, rank: int) -> dict[str, Callable[[int, Tensor], Tensor]]:
         def shard(_number: int, output: Tensor) -> Tensor:
             return output.chunk(self.num_ranks, -1)[rank].contiguous()
 
+        # The sink gets one rank's features: with a replacement, the number of its input features is not checked.
         return {**dict.fromkeys(self.group.sources, shard), self.group.sink: lambda _number, output: output}
 
     # ---- values --------------------------------------------------------------------------------------------
 
     def _compare_values(self, full: Run, shard_run: Run, rank: int) -> None:
         if [c.layer for c in full.calls] != [c.layer for c in shard_run.calls]:
-            raise _Differs("it calls other layers with one rank's heads")
+            raise _Differs("with one rank's heads it calls different layers")
         for shard_call, full_call in zip(shard_run.calls, full.calls, strict=True):
             expected = full_call.input
             if shard_call.layer == self.group.sink:
                 expected = expected.chunk(self.num_ranks, -1)[rank]
-            self._close(shard_call.input, expected, f"the input of '{shard_call.layer}'")
+            self._check_close(shard_call.input, expected, f"the input of '{shard_call.layer}'")
         actual, reference = _tensors(shard_run.output), _tensors(full.output)
         if len(actual) != len(reference):
-            raise _Differs("it returns another number of tensors with one rank's heads")
+            raise _Differs("with one rank's heads it returns a different number of tensors")
         for a, b in zip(actual, reference, strict=True):
-            self._close(a, b, "its output")
+            self._check_close(a, b, "its output")
         for name, value in full.buffers.items():
-            self._close(shard_run.buffers[name], value, f"the buffer '{name}'")
+            self._check_close(shard_run.buffers[name], value, f"the buffer '{name}'")
 
     def _record_state(self, full: Run, shard_run: Run) -> None:
         """Note which dropouts get one rank's heads, and whether attributes keep tensors of one rank's heads."""
@@ -244,7 +255,7 @@ class _Comparison:
             ):
                 self.has_stored_tensors = True
 
-    def _close(self, actual: Tensor, reference: Tensor, what: str) -> None:
+    def _check_close(self, actual: Tensor, reference: Tensor, what: str) -> None:
         if actual.shape != reference.shape:
             raise _Differs(f"{what} has the shape {list(actual.shape)} in place of {list(reference.shape)}")
         actual, reference = actual.detach(), reference.detach()
@@ -262,9 +273,9 @@ class _Comparison:
     def _rounds_to_float32(self) -> bool:
         """Return whether the code computes some tensors in float32 or a half type."""
         if self.rounds is None:
-            with _RoundingDetector() as seen:
+            with _RoundingDetector() as detector:
                 self._run({}, {}, None)
-            self.rounds = seen.is_seen
+            self.rounds = detector.has_rounded
         return self.rounds
 
     # ---- gradients -----------------------------------------------------------------------------------------
@@ -278,65 +289,71 @@ class _Comparison:
         for number, call in enumerate(run.calls):
             if call.layer == self.group.sink:
                 width = call.input.shape[-1] * (1 if rank is None else self.num_ranks)
-                cotangent = self._cotangent(11, number, torch.Size((*call.input.shape[:-1], width)))
+                cotangent = self._cotangent(_SINK_SEED, number, torch.Size((*call.input.shape[:-1], width)))
                 cotangent = cotangent if rank is None else cotangent.chunk(self.num_ranks, -1)[rank]
                 sinks.append((call.input, cotangent))
             else:
-                others.append((call.input, self._cotangent(12, number, call.input.shape)))
+                others.append((call.input, self._cotangent(_LAYER_SEED, number, call.input.shape)))
         for number, output in enumerate(_tensors(run.output)):
-            others.append((output, self._cotangent(13, number, output.shape)))
+            others.append((output, self._cotangent(_OUTPUT_SEED, number, output.shape)))
         leaves = [call.output for call in run.calls]
-        between = _Gradients.of(sinks, leaves, self.runs.parameters, args)
-        return between, _Gradients.of(others, leaves, self.runs.parameters, args)
+        sink_grads = _Gradients.of(sinks, leaves, self.runs.parameters, args)
+        return sink_grads, _Gradients.of(others, leaves, self.runs.parameters, args)
 
-    def _cotangent(self, kind: int, number: int, shape: torch.Size) -> Tensor:
+    def _cotangent(self, seed: int, number: int, shape: torch.Size) -> Tensor:
         """Return the cotangent of a result, which is the same in the full run and on each rank."""
-        key = (kind, number, shape)
+        key = (seed, number, shape)
         if key not in self.cotangents:
-            self.cotangents[key] = drawn(shape, kind, number)
+            self.cotangents[key] = drawn(shape, seed, number)
         return self.cotangents[key]
 
-    def _check_other_inputs(self, between: _Gradients, args: list[Tensor]) -> None:
-        for grad in between.args:
+    def _check_other_inputs(self, sink_grads: _Gradients, args: list[Tensor]) -> None:
+        for grad in sink_grads.args:
             if grad is not None and bool(grad.count_nonzero()):
-                raise _Differs("the code between its layers uses another input, whose gradient needs all heads")
+                raise _Differs("the code between the layers uses another input, whose gradient needs all heads")
 
     def _compare_gradients(
         self,
         full: Run,
-        between: _Gradients,
-        rest: _Gradients,
-        shard_between: _Gradients,
-        shard_rest: _Gradients,
+        sink_grads: _Gradients,
+        other_grads: _Gradients,
+        shard_sink_grads: _Gradients,
+        shard_other_grads: _Gradients,
         rank: int,
     ) -> None:
-        for call, reference, actual in zip(full.calls, between.leaves, shard_between.leaves, strict=True):
+        for call, reference, actual in zip(full.calls, sink_grads.leaves, shard_sink_grads.leaves, strict=True):
             if call.layer in self.group.sources and reference is not None:
                 expected = reference.chunk(self.num_ranks, -1)[rank]
-                self._close(_or_zeros(actual, expected), expected, f"the gradient of the output of '{call.layer}'")
-        for call, reference, actual in zip(full.calls, rest.leaves, shard_rest.leaves, strict=True):
+                self._check_close(
+                    _or_zeros(actual, expected), expected, f"the gradient of the output of '{call.layer}'"
+                )
+        for call, reference, actual in zip(full.calls, other_grads.leaves, shard_other_grads.leaves, strict=True):
             if call.layer not in self.group.sources and reference is not None:
-                self._close(_or_zeros(actual, reference), reference, f"the gradient of the output of '{call.layer}'")
-        for reference, actual in zip(rest.args, shard_rest.args, strict=True):
+                self._check_close(
+                    _or_zeros(actual, reference), reference, f"the gradient of the output of '{call.layer}'"
+                )
+        for reference, actual in zip(other_grads.args, shard_other_grads.args, strict=True):
             if reference is not None:
-                self._close(_or_zeros(actual, reference), reference, "the gradient of an input")
-        for key, reference in rest.parameters.items():
-            actual = _or_zeros(shard_rest.parameters.get(key), reference)
-            self._close(actual, reference, f"the gradient of '{self.names[key]}'")
+                self._check_close(_or_zeros(actual, reference), reference, "the gradient of an input")
+        for key, reference in other_grads.parameters.items():
+            actual = _or_zeros(shard_other_grads.parameters.get(key), reference)
+            self._check_close(actual, reference, f"the gradient of '{self.names[key]}'")
 
-    def _find_summed(self, between: _Gradients, rest: _Gradients) -> None:
+    def _find_summed(self, sink_grads: _Gradients, other_grads: _Gradients) -> None:
         """Find the modules with parameters that are used between the layers.
 
-        All parameters of such a module must be used only there.
+        The group is rejected if such a module has a parameter that is used elsewhere.
         """
-        elsewhere = {key for key, grad in rest.parameters.items() if bool(grad.count_nonzero())}
-        for key, grad in between.parameters.items():
+        used_elsewhere = {key for key, grad in other_grads.parameters.items() if bool(grad.count_nonzero())}
+        for key, grad in sink_grads.parameters.items():
             if not bool(grad.count_nonzero()):
                 continue
             owner = self.names[key].rpartition(".")[0]
             siblings = {k for k, name in self.names.items() if name.rpartition(".")[0] == owner}
-            if siblings & elsewhere:
-                raise _Differs(f"'{self.names[key]}' is used between its layers and beside a parameter used elsewhere")
+            if siblings & used_elsewhere:
+                raise _Differs(
+                    f"'{self.names[key]}' is used between the layers, and its module has a parameter used elsewhere"
+                )
             self.summed.add(owner)
 
 
@@ -388,13 +405,13 @@ def _with_counts(module: nn.Module, forward: Callable[..., Any], counts: Mapping
 
 
 class _RoundingDetector(TorchDispatchMode):
-    is_seen = False
+    has_rounded = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.dtype in (torch.float32, torch.bfloat16, torch.float16):
-                self.is_seen = True
+                self.has_rounded = True
         return result
 
 

@@ -21,7 +21,7 @@ from weft.strategy.verification.samples import Sample, samples_for
 from weft.strategy.verification.weightless import Layers, Weightless
 
 _MAX_CALLS = 2  # recorded calls of a module in one run
-_MAX_ALIKE = 5  # modules with recorded calls among those that differ only in their index
+_MAX_ALIKE = 5  # recorded calls, in one run, of modules that differ only in index attributes and get like arguments
 _SCALES = (1.0, 3.0)  # standard deviations of the layers' outputs in the two runs
 _MAX_DEPTH = 4  # levels of modules that are called by themselves
 
@@ -53,11 +53,11 @@ class Rehearsal:
     """The results of the runs.
 
     calls: the recorded calls, by the id of a module.
-    like: for a module without recorded calls, the id of one that differs from it only in its index among others, and
-        got the same kinds of arguments.
+    like: for a module without recorded calls, the id of one that differs from it only in index attributes, such as
+        `layer_idx`, and got the same kinds of arguments.
     called, read: as in `Weightless`, from all runs.
-    seen: the ids of all modules inside those that were called as a whole.
-    signatures: a cache for `Signatures.of`.
+    covered: the ids of the modules that were called as a whole, and of all modules inside them.
+    signatures: those of the modules, cached.
     why_not: by the name of a module that could not be called, the reason.
     """
 
@@ -66,17 +66,19 @@ class Rehearsal:
     signatures: Signatures = dataclasses.field(default_factory=Signatures)
     called: set[int] = dataclasses.field(default_factory=set)
     read: set[int] = dataclasses.field(default_factory=set)
-    seen: set[int] = dataclasses.field(default_factory=set)
+    covered: set[int] = dataclasses.field(default_factory=set)
     why_not: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def calls_of(self, module: nn.Module) -> list[Call]:
-        """Return the recorded calls of a module, or of one that differs from it only in its index among others."""
+        """Return the recorded calls of a module, or of one that differs from it only in index attributes."""
         known = id(module) if id(module) in self.calls else self.like.get(id(module), 0)
         return self.calls.get(known, [])
 
 
 def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
-    """Run a model, or those of its modules that can be called, in train mode, then in eval mode on another length.
+    """Run a model, or those of its modules that can be called, in train mode and in eval mode.
+
+    Arguments that `samples_for` makes have another sequence length in eval mode; an example is used in both modes.
 
     Args:
         model: any module; neither it nor random states change.
@@ -100,10 +102,10 @@ def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
 def _rehearse_modules(result: Rehearsal, module: nn.Module, name: str, example: Sample | None, depth: int) -> None:
     layers = Layers.of(module)
     if not (layers.linears or layers.others) or id(module) in (*layers.linears, *layers.others):
-        return  # a call of the layer alone does not run the code that calls it
+        return  # no layers inside, or itself a layer: its calls are recorded in those of other modules
     reason = _try(result, module, example)
     if reason is None:
-        result.seen.update(map(id, module.modules()))
+        result.covered.update(map(id, module.modules()))
         return
     if reason:
         result.why_not[name] = reason
@@ -116,11 +118,11 @@ def _rehearse_modules(result: Rehearsal, module: nn.Module, name: str, example: 
 
 
 def _try(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | None:
-    """Run a module in both modes. Returns None on success, the reason on failure, "" if it has no forward."""
+    """Run a module in both modes. Returns None on success, the reason on failure, "" without arguments for a call."""
     pairs: Iterable[tuple[Sample, Sample]] = samples_for(module) if example is None else ((example, example),)
     reason = ""
     for pair in pairs:
-        runs = [Weightless(module, scale) for scale in _SCALES]
+        runs = [Weightless(module, scale) for scale in _SCALES]  # train mode, eval mode
         calls: dict[int, list[Call]] = {}
         like: dict[int, int] = {}
         try:
@@ -140,15 +142,15 @@ def _try(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | 
 
 
 def _record(
-    run: Weightless,
+    weightless: Weightless,
     sample: Sample,
     training: bool,
     calls: dict[int, list[Call]],
     like: dict[int, int],
     signatures: Signatures,
 ) -> None:
-    originals = dict(run.module.named_modules())
-    with_layers = _modules_with(originals, run.layers.linears)
+    originals = dict(weightless.module.named_modules())
+    with_layers = _modules_with(originals, weightless.layers.linears)
     counts: dict[int, int] = {}
     recorded: dict[Any, list[int]] = {}
 
@@ -167,14 +169,14 @@ def _record(
                 alike.append(id(original))
                 like.pop(id(original), None)
                 memo: dict[int, Any] = {}
-                call = Call(copied(args, memo), copied(kwargs, memo), training, run.scale)
+                call = Call(copied(args, memo), copied(kwargs, memo), training, weightless.scale)
                 calls.setdefault(id(original), []).append(call)
             return own_forward(*args, **kwargs)
 
         return forward
 
     args, kwargs = sample.args, sample.kwargs
-    run.run(copied(args, {}), copied(dict(kwargs), {}), training=training, wrap=wrap)
+    weightless.run(copied(args, {}), copied(dict(kwargs), {}), training=training, wrap=wrap)
 
 
 def _modules_with(modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -> set[str]:
@@ -200,7 +202,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
             return leaf
         if callable(leaf) or type(leaf).__name__.endswith("Config"):
             return leaf
-        _prepare(leaf, memo, set())
+        _memoize_tensors(leaf, memo, set())
         try:
             return copy.deepcopy(leaf, memo)
         except Exception:  # the copy of a user's object may raise anything; the object itself is passed on
@@ -209,7 +211,7 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
     return tree_map(copy_of, value)
 
 
-def _prepare(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
+def _memoize_tensors(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
     """Enter copies of the tensors inside an object into deepcopy's memo: it cannot copy tensors with a graph."""
     if id(value) in seen:
         return
@@ -220,10 +222,10 @@ def _prepare(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
         memo.setdefault(id(value), value.detach().clone().requires_grad_(value.requires_grad))
     elif isinstance(value, (list, tuple, set)):
         for item in value:
-            _prepare(item, memo, seen)
+            _memoize_tensors(item, memo, seen)
     elif isinstance(value, dict):
         for item in value.values():
-            _prepare(item, memo, seen)
+            _memoize_tensors(item, memo, seen)
     elif hasattr(value, "__dict__"):
         for item in vars(value).values():
-            _prepare(item, memo, seen)
+            _memoize_tensors(item, memo, seen)

@@ -64,17 +64,17 @@ def samples_for(module: nn.Module) -> Iterator[tuple[Sample, Sample]]:
     if config is not None and hasattr(module, "main_input_name"):
         yield from _of_hugging_face(module, config)
         return
-    names = _required(module)
+    names = _required_arguments(module)
     if names is None:
         return
     for lengths in (LENGTHS, _POWER_OF_TWO_LENGTHS):
         for kind in _kinds(module):
-            first, second = (_filled(names, kind, length) for length in lengths)
+            first, second = (_make_call(names, kind, length) for length in lengths)
             if first is not None and second is not None:
                 yield first, second
 
 
-def _required(module: nn.Module) -> list[str] | None:
+def _required_arguments(module: nn.Module) -> list[str] | None:
     """Return the names of the arguments that a module's forward must get; None if it has no forward.
 
     If all arguments are optional, the first one is given a value, under the name "x".
@@ -138,9 +138,9 @@ def _image_sizes(module: nn.Module) -> list[int]:
     return sizes[:2]
 
 
-def _filled(names: list[str], kind: _Kind, length: int) -> Sample | None:
+def _make_call(names: list[str], kind: _Kind, length: int) -> Sample | None:
     """Return a call with a value for each required argument: `kind` for the first, by their names for the others."""
-    values: list[Tensor | None] = [_first(kind, length)]
+    values: list[Tensor | None] = [_make_input(kind, length)]
     for name in names[1:]:
         lower = name.lower()
         if any(part in lower for part in ("mask", "bias", "cache", "past", "state")):
@@ -148,13 +148,13 @@ def _filled(names: list[str], kind: _Kind, length: int) -> Sample | None:
         elif "pos" in lower and "emb" not in lower:
             values.append(torch.arange(length))
         elif any(part in lower for part in ("label", "target", "tgt", "memory", "context", "y", "key", "value", "enc")):
-            values.append(_first(kind, length + 2 if kind.form == "tokens" else length, seed=1))
+            values.append(_make_input(kind, length + 2 if kind.form == "tokens" else length, seed=1))
         else:
-            values.append(_first(kind, length, seed=1))
+            values.append(_make_input(kind, length, seed=1))
     return Sample(tuple(values[: len(names)]))
 
 
-def _first(kind: _Kind, length: int, seed: int = 0) -> Tensor:
+def _make_input(kind: _Kind, length: int, seed: int = 0) -> Tensor:
     if kind.form == "embedding":
         return _indices((_BATCH, length), kind.size, seed)
     if kind.form == "image":

@@ -36,7 +36,7 @@ _CONVOLUTIONS = {
 
 
 class UnreadWeight(Tensor):
-    """Stands for a weight of a layer that is not computed. Operations that read its values add it to `read_ids`."""
+    """Stands for a weight of a layer that is not computed. Operations on its values add `owner` to `read_ids`."""
 
     read_ids: set[int]
     owner: int  # the id of the parameter that it stands for
@@ -177,13 +177,13 @@ class Weightless:
         wrap: Callable[[str, nn.Module, Callable[..., Any]], Callable[..., Any]] | None = None,
         shard_context: ShardContext | None = None,
     ) -> Run:
-        """Run the module's own forward on these arguments; any error of its code is raised.
+        """Run the module's own forward on these arguments; errors of its code are not caught.
 
         Args:
-            replace: by the name of a linear layer, a function from the number of its call and the drawn output to the
-                output to use, which may have fewer features.
-            wrap: a function from a module's name, its copy and the copy's forward to the forward to use. It is called
-                for modules whose own code runs.
+            replace: by the name of a linear layer, a function that gets the number of its call and the drawn output and
+                returns the output to use, which may have fewer features.
+            wrap: a function that gets a module's name, its copy and the copy's forward, and returns the forward to use;
+                called for each module whose own code runs.
             shard_context: the full run of which this run computes one rank's shard; dropouts use their shard of masks.
         """
         shell = shell_of(self.module, self.values, buffer_copies(self.module))
@@ -217,23 +217,25 @@ class Weightless:
             own_forward = types.MethodType(type(copy).forward, copy)
             copy.__dict__["training"] = training
             if id(original) in self.layers.linears:
-                copy.__dict__["forward"] = self._linear(name, original, run, counts, replace.get(name), shard_context)
+                copy.__dict__["forward"] = self._linear_forward(
+                    name, original, run, counts, replace.get(name), shard_context
+                )
             elif id(original) in self.layers.others:
-                drawn_forward = self._other(name, original, counts)
+                drawn_forward = self._other_forward(name, original, counts)
                 if type(copy).forward is nn.Embedding.forward or _is_convolution(original):
                     copy.__dict__["forward"] = drawn_forward
                 else:
                     copy.__class__ = type(type(copy).__name__, (type(copy), _DrawnEmbedding), {})
                     copy.__dict__["_weft_drawn_forward"] = drawn_forward
             elif type(copy).forward is nn.Dropout.forward and "forward" not in original.__dict__:
-                copy.__dict__["forward"] = self._dropout(name, cast("nn.Dropout", copy), run, shard_context)
+                copy.__dict__["forward"] = self._dropout_forward(name, cast("nn.Dropout", copy), run, shard_context)
             elif "forward" in original.__dict__:
                 raise ValueError(f"the forward of '{name}' was replaced on the instance")
             elif wrap is not None and type(copy).forward is not nn.Module.forward:
                 wrapper = wrap(name, copy, own_forward)
                 copy.__dict__["forward"] = wrapper if wrapper is own_forward else functools.wraps(own_forward)(wrapper)
 
-    def _dropout(
+    def _dropout_forward(
         self, name: str, copy: nn.Dropout, run: Run, shard_context: ShardContext | None
     ) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:
@@ -254,13 +256,14 @@ class Weightless:
         return forward
 
     def _draw(self, name: str, layer: nn.Module, shape: Any, counts: dict[str, int]) -> tuple[int, Tensor]:
+        """Return the number of a layer's call, and its random output."""
         number = counts.get(name, 0)
         counts[name] = number + 1
         self.called.add(id(layer))
         # The seed depends on the layer's name, so that the layer gets the same values in all runs of the module.
         return number, drawn(shape, zlib.crc32(name.encode()), number, scale=self.scale)
 
-    def _linear(
+    def _linear_forward(
         self,
         name: str,
         layer: nn.Module,
@@ -291,7 +294,7 @@ class Weightless:
 
         return forward
 
-    def _other(self, name: str, layer: nn.Module, counts: dict[str, int]) -> Callable[[Tensor], Tensor]:
+    def _other_forward(self, name: str, layer: nn.Module, counts: dict[str, int]) -> Callable[[Tensor], Tensor]:
         table: Any = layer  # an embedding, if it is no convolution
         if _is_convolution(layer):
             shapes = {id(p): torch.empty(p.shape, dtype=torch.float64, device="meta") for p in layer.parameters()}

@@ -28,10 +28,10 @@ Buffer Mlp::forward(int64_t rows, const Buffer& x) {
   };
   Buffer gate = hidden_product();
   Buffer up = is_gated_ ? hidden_product() : Buffer();
-  Buffer product = is_fused_ ? memory_->scratch(hidden) : memory_->saved(hidden);
+  Buffer down_input = is_fused_ ? memory_->scratch(hidden) : memory_->saved(hidden);
   if (!is_fused_) {
     activated_ = is_gated_ ? memory_->saved(hidden) : Buffer();
-    product_ = std::move(product);
+    down_input_ = std::move(down_input);
   }
   Buffer y = memory_->scratch_product(rows * dim_);
   if (is_summed_) {
@@ -52,15 +52,15 @@ Buffer Mlp::backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad) 
 // Follows torch's autograd through linear layers, an activation and a product.
 Buffer Mlp::layered_backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad) {
   const int64_t hidden = rows * hidden_;
-  Buffer grad_product = memory_->scratch(hidden);
+  Buffer grad_down_input = memory_->scratch(hidden);
   {
     const Buffer expanded = grad_y ? Buffer() : memory_->scratch(rows * dim_);
     memory_->make_gradients(layers_.back());
   }
-  product_.reset();
+  down_input_.reset();
   Buffer grad_up = is_gated_ ? memory_->scratch(hidden) : Buffer();
-  Buffer grad_activated = is_gated_ ? memory_->scratch(hidden) : std::move(grad_product);
-  grad_product.reset();
+  Buffer grad_activated = is_gated_ ? memory_->scratch(hidden) : std::move(grad_down_input);
+  grad_down_input.reset();
   activated_.reset();
   up_.reset();
   Buffer grad_x = needs_input_grad ? memory_->scratch(rows * dim_) : Buffer();
@@ -84,11 +84,11 @@ Buffer Mlp::fused_backward(int64_t rows, const Buffer& grad_y, bool needs_input_
     gate_ = memory_->scratch(hidden);
     up_ = is_gated_ ? memory_->scratch(hidden) : Buffer();
   }
-  Buffer grad_product = memory_->scratch(hidden);
+  Buffer grad_down_input = memory_->scratch(hidden);
   Buffer grad_gate = memory_->scratch(hidden);
   Buffer grad_up = is_gated_ ? memory_->scratch(hidden) : Buffer();
-  Buffer product = memory_->scratch(hidden);
-  grad_product.reset();
+  Buffer down_input = memory_->scratch(hidden);
+  grad_down_input.reset();
   if (recompute_) {
     gate_.reset();
     up_.reset();
@@ -102,7 +102,7 @@ Buffer Mlp::fused_backward(int64_t rows, const Buffer& grad_y, bool needs_input_
   }
   gate_.reset();  // autograd frees a node's saved tensors when the node is done
   up_.reset();
-  product.reset();
+  down_input.reset();
   if (is_gated_) {
     memory_->make_mlp_gradients(layers_[1]);
     grad_up.reset();
@@ -148,7 +148,7 @@ Attention::Attention(RankMemory& memory, const std::string& name, const DecoderM
       is_summed_(memory.style(name + ".o_proj").style == Style::kRow),
       num_heads_(query_dim_ / model.head_dim) {}
 
-// x * cos + cat(-second, first) * sin
+// Computes x * cos + cat(-b, a) * sin, where a and b are the halves of each head of x.
 Buffer Attention::apply_rotary(int64_t num) {
   const Buffer x = memory_->scratch_product(num);
   const Buffer by_cos = memory_->scratch(num);
@@ -202,7 +202,7 @@ Buffer Attention::backward(int64_t rows, const Buffer& /*grad_y*/) {
       const Buffer joined = memory_->scratch(num);
       const Buffer sum = memory_->scratch(num);
     }
-    const Buffer own = memory_->scratch(rows * dim_);
+    const Buffer own_grad_x = memory_->scratch(rows * dim_);
     memory_->make_gradients(name_ + (is_key ? ".k_proj" : ".q_proj"));
     grad.reset();
   }

@@ -37,7 +37,8 @@ class Mlp {
   int64_t dim_;
   int64_t hidden_;
   Buffer x_, gate_, up_;
-  Buffer activated_, product_;  // of separate layers
+  // Only of separate layers: the activated gate of a gated MLP, and the input of the last layer.
+  Buffer activated_, down_input_;
 };
 
 // x / rms(x) * weight, in torch's steps on the CPU.

@@ -14,6 +14,7 @@ namespace {
 
 std::string block_name(int64_t layer) { return "model.layers." + std::to_string(layer); }
 
+constexpr int64_t kRootUnit = 0;
 constexpr std::array<std::string_view, 4> kProjections = {"q_proj", "k_proj", "v_proj", "o_proj"};
 constexpr std::array<std::string_view, 3> kMlpLayers = {"gate_proj", "up_proj", "down_proj"};
 
@@ -74,13 +75,13 @@ Styles auto_styles(const DecoderModel& model) {
   return styles;
 }
 
-// Add the styles of the layers of a fused MLP, by column and by row.
+// Add the styles of the layers of the fused MLP `mlp`, by column and by row.
 void add_layers(Styles& styles, const std::string& mlp, const FeedForwardModel& model) {
   const ModuleStyle own = styles.at(mlp);
-  styles["w1"] = {Style::kColumn, own.recompute, true};
-  styles["w2"] = {Style::kRow, own.recompute, true};
+  styles["w1"] = {.style = Style::kColumn, .recompute = own.recompute, .is_fused = true};
+  styles["w2"] = {.style = Style::kRow, .recompute = own.recompute, .is_fused = true};
   if (model.is_gated) {
-    styles["w3"] = {Style::kColumn, own.recompute, true};
+    styles["w3"] = {.style = Style::kColumn, .recompute = own.recompute, .is_fused = true};
   }
 }
 
@@ -88,7 +89,9 @@ void add_layers(Styles& styles, const std::string& mlp, const DecoderModel& /*mo
   const ModuleStyle own = styles.at(mlp);
   for (const std::string_view layer : kMlpLayers) {
     styles[mlp + "." + std::string(layer)] = {
-        layer == "down_proj" ? Style::kRow : Style::kColumn, own.recompute, true};
+        .style = layer == "down_proj" ? Style::kRow : Style::kColumn,
+        .recompute = own.recompute,
+        .is_fused = true};
   }
 }
 
@@ -109,7 +112,7 @@ std::string_view unsupported_reason(const std::string& module,
     case Style::kColumnRowMlp:
       return is_mlp(module, model) ? "" : "it is no MLP; use column and row rules for its layers";
     case Style::kVocabEmbedding:
-      return is_embedding ? "" : "it is no embedding; use it for 'model.embed_tokens'";
+      return is_embedding ? "" : "it is no embedding; give the style to 'model.embed_tokens'";
     case Style::kColumn:
     case Style::kRow:
       return is_linear ? "" : "it is no linear layer; name the linear layers themselves";
@@ -176,15 +179,15 @@ class Collector {
 };
 
 void collect(Collector& collector, const FeedForwardModel& model) {
-  collector.linear("w1", model.hidden_dim, model.dim, model.has_bias, 0);
-  collector.linear("w2", model.dim, model.hidden_dim, model.has_bias, 0);
+  collector.linear("w1", model.hidden_dim, model.dim, model.has_bias, kRootUnit);
+  collector.linear("w2", model.dim, model.hidden_dim, model.has_bias, kRootUnit);
   if (model.is_gated) {
-    collector.linear("w3", model.hidden_dim, model.dim, model.has_bias, 0);
+    collector.linear("w3", model.hidden_dim, model.dim, model.has_bias, kRootUnit);
   }
 }
 
 void collect(Collector& collector, const DecoderModel& model) {
-  collector.linear("model.embed_tokens", model.vocab_size, model.dim, false, 0);
+  collector.linear("model.embed_tokens", model.vocab_size, model.dim, false, kRootUnit);
   const int64_t query_dim = model.num_heads * model.head_dim;
   const int64_t kv_dim = model.num_kv_heads * model.head_dim;
   for (int64_t layer = 0; layer < model.num_layers; ++layer) {
@@ -201,9 +204,9 @@ void collect(Collector& collector, const DecoderModel& model) {
     collector.add(block + ".input_layernorm", {model.dim}, std::nullopt, layer + 1);
     collector.add(block + ".post_attention_layernorm", {model.dim}, std::nullopt, layer + 1);
   }
-  collector.add("model.norm", {model.dim}, std::nullopt, 0);
+  collector.add("model.norm", {model.dim}, std::nullopt, kRootUnit);
   if (!model.is_tied) {
-    collector.linear("lm_head", model.vocab_size, model.dim, false, 0);
+    collector.linear("lm_head", model.vocab_size, model.dim, false, kRootUnit);
   }
 }
 
@@ -215,9 +218,8 @@ void check_tied(const Styles& styles, const ModelSpec& model) {
                         shard_dim_of(collector.style_of("lm_head"));
   if (decoder != nullptr && decoder->is_tied && !is_alike) {
     throw std::invalid_argument(
-        "memory: the plan shards only one of 'model.embed_tokens' and 'lm_head', whose weights are "
-        "tied; "
-        "give them 'vocab_embedding' and 'column_gather_output', or no rules");
+        "memory: the plan shards the tied weight of 'model.embed_tokens' and 'lm_head' in two "
+        "ways; give them 'vocab_embedding' and 'column_gather_output', or no rules");
   }
 }
 

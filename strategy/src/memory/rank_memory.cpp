@@ -51,9 +51,8 @@ int64_t num_moments(OptimizerKind optimizer) {
 
 // A float32 tensor of one element counts the steps of each parameter.
 int64_t step_count_bytes(OptimizerKind optimizer) {
-  const bool has_momentum_only =
-      optimizer == OptimizerKind::kSgd || optimizer == OptimizerKind::kSgdMomentum;
-  return has_momentum_only ? 0 : 4;
+  const bool is_sgd = optimizer == OptimizerKind::kSgd || optimizer == OptimizerKind::kSgdMomentum;
+  return is_sgd ? 0 : 4;
 }
 
 RankMemory::RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& timeline)
@@ -169,7 +168,7 @@ void RankMemory::make_gradients(const std::string& module) {
       parameter_buffers_[idx].unsharded_gradient =
           hold_bytes(MemoryCategory::kScratch, unsharded_bytes(idx));
     } else {
-      complete(idx);
+      complete_gradient(idx);
     }
   }
 }
@@ -180,7 +179,7 @@ void RankMemory::make_mlp_gradients(const std::string& module) {
     return;
   }
   for (const std::size_t idx : by_module_.at(module)) {
-    shapes_[idx].size() == 2 ? step_by_rows(idx) : complete(idx);
+    shapes_[idx].size() == 2 ? step_by_rows(idx) : complete_gradient(idx);
   }
 }
 
@@ -210,7 +209,7 @@ Buffer RankMemory::weight_sized(const std::string& module) {
   return hold_bytes(MemoryCategory::kScratch, num_bytes);
 }
 
-void RankMemory::complete(std::size_t idx) {
+void RankMemory::complete_gradient(std::size_t idx) {
   parameter_buffers_[idx].gradient = hold_bytes(MemoryCategory::kGradients, local_bytes(idx));
   if (spec_.steps_in_backward) {
     step_temporaries(local_bytes(idx));
@@ -289,7 +288,7 @@ void RankMemory::reduce_gradients(int64_t unit) {
   }
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].unit == unit) {
-      complete(i);
+      complete_gradient(i);
     }
   }
 }

@@ -18,12 +18,12 @@ class RankMemory {
  public:
   RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& timeline);
 
-  // Hold an activation of `num` elements: 2 bytes each in half precision, else 4.
+  // Hold an activation of `num` elements: 2 bytes each in half or mixed precision, else 4.
   Buffer saved(int64_t num) { return hold_bytes(saved_category(), num * activation_bytes_); }
   Buffer scratch(int64_t num) {
     return hold_bytes(MemoryCategory::kScratch, num * activation_bytes_);
   }
-  // Saves a tensor that autocast leaves in float32: the residual stream, norms and the loss.
+  // Saves a tensor that mixed precision leaves in float32: the residual stream, norms and the loss.
   Buffer saved_wide(int64_t num) { return hold_bytes(saved_category(), num * wide_bytes_); }
   Buffer hold_bytes(MemoryCategory category, int64_t num_bytes) {
     return timeline_.hold(category, num_bytes);
@@ -81,7 +81,7 @@ class RankMemory {
 
   // Grow the two staging buffers, which collectives use in turn, to hold messages of `num_bytes`. A
   // message that is sent once in a step uses the same buffer in each step, because the number of
-  // messages in a step is even: communicate_once() grows only that one.
+  // messages in a step is even: communicate_once() grows only that buffer.
   void communicate(int64_t num_bytes);
   void communicate_once(int64_t num_bytes);
 
@@ -109,7 +109,8 @@ class RankMemory {
   // Allocates the temporaries of torch's loop for one parameter's step. Returns those that it still
   // holds when the next parameter's step begins.
   Buffer step_temporaries(int64_t parameter_bytes);
-  void complete(std::size_t idx);
+  // Allocates a parameter's complete gradient, and steps if the step is in the backward.
+  void complete_gradient(std::size_t idx);
   void step_by_rows(std::size_t idx);
   void hold_staging(int64_t first_bytes, int64_t second_bytes);
 

@@ -154,8 +154,8 @@ class DecoderRun : public Run {
   std::vector<detail::Block> blocks_;
   detail::RmsNorm norm_;
   int64_t rows_;
-  int64_t vocabulary_ = 0;
-  int64_t own_vocabulary_ = 0;  // the classes of this rank's shard of the output layer
+  int64_t vocabulary_ = 0;      // the number of logits of a token in this rank's loss
+  int64_t own_vocabulary_ = 0;  // the number of logits of a token that this rank computes
   bool has_embedding_sum_ = false;
   bool gathers_logits_ = false;
   Buffer batch_, normed_, log_probabilities_, targets_;
@@ -168,7 +168,7 @@ std::unique_ptr<Run> make_run(RankMemory& memory, const TrainingSpec& spec) {
   return std::make_unique<DecoderRun>(memory, std::get<DecoderModel>(spec.model), spec);
 }
 
-// Below these sizes, no sum of bytes overflows.
+// Up to these sizes, no sum of bytes overflows.
 constexpr int64_t kMaxSize = int64_t{1} << 22;
 constexpr int64_t kMaxLayers = int64_t{1} << 12;
 
@@ -188,8 +188,8 @@ void check_model(const FeedForwardModel& model, const TrainingSpec& spec) {
   check_sizes(std::vector<Size>{{"dim", model.dim}, {"hidden_dim", model.hidden_dim}});
   if (spec.checkpointing != Checkpointing::kNone) {
     throw std::invalid_argument(
-        "memory: one MLP has no blocks to checkpoint; leave checkpointing out, or give the plan's "
-        "rule recompute");
+        "memory: one MLP has no blocks to checkpoint; leave checkpointing out, or set recompute "
+        "in the plan's rule");
   }
 }
 
@@ -295,7 +295,7 @@ std::vector<RankClass> distinct_ranks(const TrainingSpec& spec) {
   const int64_t tp_size = detail::axis_size(spec.mesh, "tensor_parallel");
   const auto parameters = detail::parameters_of(spec.model, detail::resolve_styles(spec));
   std::map<std::vector<int64_t>, RankClass> classes;  // by the local sizes of all parameters
-  // Ranks that differ only in other coordinates hold the same bytes, as FSDP2 pads its shards.
+  // Ranks with the same tp_rank hold the same bytes, as FSDP2 pads its shards.
   const std::vector<int64_t> group = spec.mesh.has_axis("tensor_parallel")
                                          ? spec.mesh.group("tensor_parallel", 0)
                                          : std::vector<int64_t>{0};

@@ -49,7 +49,7 @@ std::string to_string(const Action& action) {
 Action parse_action(std::string_view text) {
   constexpr std::string_view kDigits = "0123456789";
   const size_t begin = std::min(text.find_first_not_of(kDigits), text.size());
-  const size_t end = text.find_last_not_of(kDigits) + 1;  // 0 where all are digits
+  const size_t end = text.find_last_not_of(kDigits) + 1;  // 0 if all are digits
   if (end > begin) {
     const auto found =
         std::find(kKindNames.begin(), kKindNames.end(), text.substr(begin, end - begin));

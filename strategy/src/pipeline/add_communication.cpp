@@ -1,6 +1,6 @@
-// Simulates the schedule with the sends in their places and writes each rank's new list in the
-// process. A receive is posted before the action that needs it, or, if the ranks would deadlock,
-// at the position that its rank has reached by then.
+// Simulates the schedule, with a send right after each action whose output another rank needs, and
+// writes each rank's new list in the process. A receive is posted `prefetch` actions before the one
+// that needs it or, if all ranks would block before that, where its rank is then.
 
 #include "../text.h"
 #include "traversal.h"
@@ -21,8 +21,8 @@ namespace {
 
 // The messages that one stage receives in one direction, in the order of their sends.
 struct Channel {
-  size_t receiver = 0;  // rank
-  std::vector<int32_t> order;
+  size_t receiver_rank = 0;
+  std::vector<int32_t> order;     // micro-batches
   std::vector<size_t> positions;  // of each micro-batch in `order`
   size_t num_sent = 0;
   size_t num_posted = 0;
@@ -46,7 +46,7 @@ class CommunicationPass {
           channel.order.push_back(action.micro_batch);
         }
         if (const auto idx = input_channel(action)) {
-          channels_[*idx].receiver = rank_of(action.stage);
+          channels_[*idx].receiver_rank = rank_of(action.stage);
         }
       }
     }
@@ -79,17 +79,17 @@ class CommunicationPass {
     return static_cast<size_t>(schedule_.rank_of()[static_cast<size_t>(stage)]);
   }
 
-  // Returns the index of the channel to or from `neighbour`: that of the stage that receives, with
-  // all forward channels before the backward ones; nullopt if no message crosses ranks.
-  [[nodiscard]] std::optional<size_t> channel(int64_t stage,
-                                              int64_t neighbour,
-                                              int64_t receiver,
-                                              bool is_forward) const {
+  // Returns the index of the channel between `stage` and `neighbour`; nullopt if no message crosses
+  // ranks. Channels are in the order of the receiving stages, all forward before all backward ones.
+  [[nodiscard]] std::optional<size_t> channel_idx(int64_t stage,
+                                                  int64_t neighbour,
+                                                  int64_t receiving_stage,
+                                                  bool is_forward) const {
     if (neighbour < 0 || neighbour >= schedule_.num_stages() ||
         rank_of(stage) == rank_of(neighbour)) {
       return std::nullopt;
     }
-    return static_cast<size_t>(receiver + (is_forward ? 0 : schedule_.num_stages()));
+    return static_cast<size_t>(receiving_stage + (is_forward ? 0 : schedule_.num_stages()));
   }
 
   // The channels of an action's output and input.
@@ -98,11 +98,11 @@ class CommunicationPass {
     switch (action.kind) {
       case ActionKind::kForward:
       case ActionKind::kSendForward:
-        return channel(stage, stage + 1, stage + 1, true);
+        return channel_idx(stage, stage + 1, stage + 1, true);
       case ActionKind::kBackward:
       case ActionKind::kBackwardInput:
       case ActionKind::kSendBackward:
-        return channel(stage, stage - 1, stage - 1, false);
+        return channel_idx(stage, stage - 1, stage - 1, false);
       default:
         return std::nullopt;
     }
@@ -112,10 +112,10 @@ class CommunicationPass {
     const int64_t stage = action.stage;
     switch (action.kind) {
       case ActionKind::kForward:
-        return channel(stage, stage - 1, stage, true);
+        return channel_idx(stage, stage - 1, stage, true);
       case ActionKind::kBackward:
       case ActionKind::kBackwardInput:
-        return channel(stage, stage + 1, stage, false);
+        return channel_idx(stage, stage + 1, stage, false);
       default:
         return std::nullopt;
     }
@@ -127,7 +127,7 @@ class CommunicationPass {
     const auto num_stages = static_cast<size_t>(schedule_.num_stages());
     const bool is_forward = idx < num_stages;
     for (; channel.num_posted < count; ++channel.num_posted) {
-      lists_[channel.receiver].push_back(
+      lists_[channel.receiver_rank].push_back(
           {static_cast<int32_t>(is_forward ? idx : idx - num_stages),
            channel.order[channel.num_posted],
            is_forward ? ActionKind::kRecvForward : ActionKind::kRecvBackward});

@@ -37,7 +37,7 @@ struct Sequences {
 
 // Micro-batches pass through a rank's stages in rounds of `round_size`: all of a round through the
 // first stage, then through the second, ... The backwards visit the stages in reverse order.
-Sequences in_rounds(const GenerateOptions& options, int64_t rank, int64_t round_size) {
+Sequences make_sequences(const GenerateOptions& options, int64_t rank, int64_t round_size) {
   Sequences result;
   const int64_t num_actions = options.stages_per_rank * options.num_micro_batches;
   result.forwards.reserve(static_cast<size_t>(num_actions));
@@ -57,8 +57,8 @@ Sequences in_rounds(const GenerateOptions& options, int64_t rank, int64_t round_
   return result;
 }
 
-// All forwards of a round, then its backwards, then the next round.
-Actions round_by_round(const Sequences& sequences, int64_t round_size, int64_t stages_per_rank) {
+// Returns all forwards of a round, then its backwards, then the next round.
+Actions alternate_rounds(const Sequences& sequences, int64_t round_size, int64_t stages_per_rank) {
   Actions result;
   result.reserve(2 * sequences.forwards.size());
   const auto step = static_cast<size_t>(round_size * stages_per_rank);
@@ -92,9 +92,9 @@ Actions one_forward_one_backward(const Sequences& sequences, int64_t warm_up) {
   return result;
 }
 
-// ZB-H1: splits the backwards of a 1F1B list and delays each weight half to fill the bubble: until
-// a forward would put more than `num_ranks` micro-batches in flight, and, once there are no
-// forwards left, until after the next input half.
+// ZB-H1: splits the backwards of a 1F1B list and delays the weight halves to fill the bubble. One
+// is done when a forward would otherwise put more than `num_ranks` micro-batches in flight and,
+// after the last forward, after each input half; the rest come at the end.
 Actions split_backwards(const Actions& one_f_one_b, int64_t num_ranks) {
   Actions result;
   result.reserve(one_f_one_b.size() / 2 * 3);
@@ -128,17 +128,17 @@ Actions split_backwards(const Actions& one_f_one_b, int64_t num_ranks) {
   return result;
 }
 
-// The published order, which needs full rounds of one micro-batch per rank. Warm-up has two more
-// forwards for each later rank, because a gradient returns through all of them. A short last round
-// takes the order of a full one, without the missing micro-batches. (An order for the short round
-// itself deadlocks: forwards wait for backwards that wait for them, as check() finds.)
-Actions interleaved(GenerateOptions options, int64_t rank) {
+// The order of Narayanan et al. 2021, which needs full rounds of one micro-batch per rank. A rank's
+// warm-up has two more forwards for each rank after it, because a gradient returns through all of
+// them. A short last round takes the order of a full one, without the missing micro-batches. (An
+// order made for the short round deadlocks: forwards wait for backwards that wait for them.)
+Actions interleave(GenerateOptions options, int64_t rank) {
   const int64_t p = options.num_ranks;
   const int64_t m = options.num_micro_batches;
   const int64_t v = options.stages_per_rank;
   options.num_micro_batches = (m + p - 1) / p * p;
   Actions result = one_forward_one_backward(
-      in_rounds(options, rank, p), v == 1 ? p - rank : 2 * (p - 1 - rank) + (v - 1) * p + 1);
+      make_sequences(options, rank, p), v == 1 ? p - rank : 2 * (p - 1 - rank) + (v - 1) * p + 1);
   std::erase_if(result, [&](const Action& action) { return action.micro_batch >= m; });
   return result;
 }
@@ -149,16 +149,17 @@ Actions actions_of(ScheduleKind kind, const GenerateOptions& options, int64_t ra
   const int64_t m = options.num_micro_batches;
   switch (kind) {
     case ScheduleKind::kNaive:
-      return round_by_round(in_rounds(options, rank, 1), 1, v);
+      return alternate_rounds(make_sequences(options, rank, 1), 1, v);
     case ScheduleKind::kGpipe:
     case ScheduleKind::kLoopedBfs:
-      return round_by_round(in_rounds(options, rank, m), m, v);
+      return alternate_rounds(make_sequences(options, rank, m), m, v);
     case ScheduleKind::kOneForwardOneBackward:
-      return one_forward_one_backward(in_rounds(options, rank, m), p - rank);
+      return one_forward_one_backward(make_sequences(options, rank, m), p - rank);
     case ScheduleKind::kInterleaved:
-      return interleaved(options, rank);
+      return interleave(options, rank);
     case ScheduleKind::kZeroBubble:
-      return split_backwards(one_forward_one_backward(in_rounds(options, rank, m), p - rank), p);
+      return split_backwards(one_forward_one_backward(make_sequences(options, rank, m), p - rank),
+                             p);
   }
   throw std::logic_error("generate: a kind without a case");
 }

@@ -145,7 +145,8 @@ Cut best_cut(size_t num_layers, size_t num_stages, Cost cost, Add add) {
   return cut;
 }
 
-Cut least_worst(const Sums& sums, size_t num_stages, double memory_weight) {
+// Returns the cut whose largest stage cost is the least.
+Cut minimax_cut(const Sums& sums, size_t num_stages, double memory_weight) {
   return best_cut(
       sums.num_layers(),
       num_stages,
@@ -160,7 +161,7 @@ Cut least_worst(const Sums& sums, size_t num_stages, double memory_weight) {
   options.memory_limit.reset();
   const Sums sums(layers, options);
   const auto num_stages = static_cast<size_t>(options.num_stages);
-  const Cut cut = least_worst(sums, num_stages, 1);
+  const Cut cut = minimax_cut(sums, num_stages, 1);
   int64_t least = 0;
   for (size_t stage = 0; stage < num_stages; ++stage) {
     const size_t end = stage + 1 < num_stages ? cut.begins[stage + 1] : layers.size();
@@ -178,11 +179,11 @@ Partition partition(std::span<const LayerCost> layers, const PartitionOptions& o
   check_arguments(layers, options);
   const Sums sums(layers, options);
   const auto num_stages = static_cast<size_t>(options.num_stages);
-  const double worst = least_worst(sums, num_stages, options.memory_weight).value;
+  const double worst = minimax_cut(sums, num_stages, options.memory_weight).value;
   if (worst == kImpossible) {
     throw_limit_too_low(layers, options);
   }
-  // Sums of the same layers in another order differ in their last bits.
+  // A tolerance for rounding: sums of the same layers in another order differ in the last bits.
   const double allowed = worst * (1 + 1e-12);
   const Cut cut = best_cut(
       layers.size(),

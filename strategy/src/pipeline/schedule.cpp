@@ -11,6 +11,7 @@ namespace weft::strategy {
 namespace {
 
 constexpr int32_t kNowhere = -1;
+constexpr size_t kMaxStages = size_t{1} << 24;
 
 }  // namespace
 
@@ -25,13 +26,14 @@ Schedule::Schedule(std::vector<std::vector<Action>> ranks) : ranks_(std::move(ra
                                     "from 0");
       }
       const auto stage = static_cast<size_t>(action.stage);
-      // Limited, as a far too high number would allocate as much memory.
-      if (stage >= rank_of_.size() && stage < (size_t{1} << 24)) {
+      // Limited, because memory is allocated up to the highest stage.
+      if (stage >= rank_of_.size() && stage < kMaxStages) {
         rank_of_.resize(stage + 1, kNowhere);
       }
       if (stage >= rank_of_.size()) {
         throw std::invalid_argument("schedule: " + strategy::to_string(action) +
-                                    " has a stage above 16777215; use a smaller one");
+                                    " has a stage above " + std::to_string(kMaxStages - 1) +
+                                    "; use a smaller one");
       }
       if (rank_of_[stage] != kNowhere && rank_of_[stage] != static_cast<int32_t>(rank)) {
         throw std::invalid_argument("schedule: stage " + std::to_string(stage) + " is on rank " +

@@ -14,7 +14,7 @@ namespace weft::strategy {
 
 namespace {
 
-// Costs for all stages, for each stage, or for each stage and micro-batch.
+// One cost for all stages, one for each stage, or one for each stage and micro-batch.
 class Costs {
  public:
   Costs(const Schedule& schedule, std::span<const StageCost> costs)
@@ -29,7 +29,7 @@ class Costs {
       throw std::invalid_argument(
           "simulate: " + std::to_string(costs.size()) + " costs for " +
           std::to_string(num_stages_) + " stages and " + std::to_string(num_micro_batches_) +
-          " micro-batches; pass one for all, one for each stage, or one for each stage's every "
+          " micro-batches; pass one for all, one for each stage, or one for each stage and "
           "micro-batch");
     }
     for (size_t i = 0; i < costs.size(); ++i) {

@@ -20,7 +20,7 @@ namespace weft::strategy::detail {
 // Advances rank after rank, each until it blocks, so that the order is deterministic.
 class Traversal {
  public:
-  // `schedule` is borrowed. REQUIRES: memory for flags of each stage and micro-batch.
+  // `schedule` is borrowed. Allocates flags for each stage and micro-batch.
   Traversal(const Schedule& schedule, int64_t channel_capacity);
 
   using Visit = std::function<void(size_t rank, const Action& action)>;

@@ -116,22 +116,22 @@ std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOpti
                                          {.num_ranks = options.num_ranks,
                                           .num_micro_batches = count,
                                           .stages_per_rank = stages_per_rank});
-      const auto at = [&](const std::vector<int64_t>& sizes) {
+      const auto point_with = [&](const std::vector<int64_t>& sizes) {
         return point_of(schedule, kind, stages, sizes, options.memory_limit);
       };
-      points.push_back(at(even));
+      points.push_back(point_with(even));
       if (kind == ScheduleKind::kNaive) {  // does not overlap micro-batches: tapering gains nothing
         continue;
       }
       std::optional<TunePoint> best;
       for (const auto& sizes : tapered) {
-        TunePoint point = at(sizes);
+        TunePoint point = point_with(sizes);
         if (!best || ranking_key(point) < ranking_key(*best)) {
           best = std::move(point);
         }
       }
       const TunePoint& even_point = points.back();
-      // Faster by more than rounding.
+      // Faster by more than rounding, or the only one that fits.
       if (best && std::tuple(!best->fits, best->makespan) <
                       std::tuple(!even_point.fits, even_point.makespan * (1 - 1e-6))) {
         points.push_back(*std::move(best));

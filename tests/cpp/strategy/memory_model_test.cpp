@@ -233,8 +233,8 @@ TEST(MemoryModelErrors, Sentences) {
             "for it; leave its rule out for an upper bound");
   std::get<DecoderModel>(spec.model).is_tied = true;
   EXPECT_EQ(plan_error({"model.embed_tokens", Style::kVocabEmbedding, {}}),
-            "memory: the plan shards only one of 'model.embed_tokens' and 'lm_head', whose weights "
-            "are tied; give them 'vocab_embedding' and 'column_gather_output', or no rules");
+            "memory: the plan shards the tied weight of 'model.embed_tokens' and 'lm_head' in two "
+            "ways; give them 'vocab_embedding' and 'column_gather_output', or no rules");
   EXPECT_EQ(plan_error({"model.layers.0.mlp.up_proj", Style::kColumnGatherOutput, {}}),
             "memory: the plan gives 'model.layers.0.mlp.up_proj' the style 'column_gather_output', "
             "but only 'lm_head' has a prediction for it; leave the rule out");
@@ -267,8 +267,8 @@ TEST(MemoryModelErrors, Sentences) {
   TrainingSpec mlp = documented(1);
   mlp.checkpointing = Checkpointing::kFull;
   EXPECT_EQ(error_of([&] { return predict_memory(mlp, 0).size(); }),
-            "memory: one MLP has no blocks to checkpoint; leave checkpointing out, or give the "
-            "plan's rule recompute");
+            "memory: one MLP has no blocks to checkpoint; leave checkpointing out, or set "
+            "recompute in the plan's rule");
 }
 
 }  // namespace

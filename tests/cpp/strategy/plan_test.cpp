@@ -192,7 +192,7 @@ TEST(PlanErrors, Heads) {
       error_of([] {
         return Plan({{"a", Style::kReplicate, "h"}});
       }),
-      "plan: pattern 'a': heads = 'h' means nothing to style 'replicate'; remove heads or use "
+      "plan: pattern 'a': heads = 'h' is not supported by style 'replicate'; remove heads or use "
       "style 'column' or 'row'");
   for (const std::string heads : {"", "n heads", "3", "a.b"}) {
     EXPECT_EQ(error_of([&] {
@@ -208,7 +208,7 @@ TEST(PlanErrors, Recompute) {
   EXPECT_EQ(error_of([] {
               return Plan({{"a", Style::kRow, {}, true}});
             }),
-            "plan: pattern 'a': recompute means nothing to style 'row'; remove recompute or use "
+            "plan: pattern 'a': recompute is not supported by style 'row'; remove recompute or use "
             "style 'column_row_mlp'");
   EXPECT_EQ(error_of([] {
               return Plan::parse("a: column_row_mlp\na: {style: column_row_mlp, recompute: true}");
@@ -222,14 +222,15 @@ TEST(PlanErrors, Options) {
     EXPECT_EQ(error_of([&] { return Plan::parse("a: " + value); }), expected);
   };
   check("{style: vocab_head, offload: true}",
-        "plan: pattern 'a': offload means nothing to style 'vocab_head'; remove offload or use "
+        "plan: pattern 'a': offload is not supported by style 'vocab_head'; remove offload or use "
         "another style");
   check("{style: ignore, precision: float32}",
-        "plan: pattern 'a': precision = 'float32' means nothing to style 'ignore'; remove "
+        "plan: pattern 'a': precision = 'float32' is not supported by style 'ignore'; remove "
         "precision or use another style");
-  check("{style: vocab_embedding, recompute: true}",
-        "plan: pattern 'a': recompute means nothing to style 'vocab_embedding'; remove recompute "
-        "or use style 'column_row_mlp'");
+  check(
+      "{style: vocab_embedding, recompute: true}",
+      "plan: pattern 'a': recompute is not supported by style 'vocab_embedding'; remove recompute "
+      "or use style 'column_row_mlp'");
   check("{style: row, precision: double}",
         "plan, line 1: unknown precision 'double': use one of float32, bfloat16, float16");
   EXPECT_EQ(error_of([] {

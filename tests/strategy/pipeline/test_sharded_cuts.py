@@ -93,7 +93,7 @@ def test_evidence_of_remaining_layers_by_name() -> None:
     remaining.up = RemoteLayer("up", 0, model.up)
     known = remembered.for_model(remaining)
     assert known.called == {id(remaining.first), id(remaining.down)}
-    assert known.seen == {id(remaining), id(remaining.first), id(remaining.down)}
+    assert known.covered == {id(remaining), id(remaining.first), id(remaining.down)}
     assert known.read == set()
     assert known.calls.keys() == {id(remaining)} and known.calls[id(remaining)] is remembered.rehearsal.calls[id(model)]
 

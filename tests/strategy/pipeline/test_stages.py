@@ -129,7 +129,7 @@ def test_custom_schedule_with_short_batch(world_size: int) -> None:
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-10, atol=1e-12)
-    with pytest.raises(ValueError, match="for 2 ranks and 3 micro-batches, and 2 ranks have 4"):
+    with pytest.raises(ValueError, match="for 2 ranks and 3 micro-batches, and the pipeline has 2 ranks and 4"):
         pipeline.schedule(4)
 
 
@@ -255,7 +255,7 @@ def test_invalid_arguments_raise(world_size: int) -> None:
     for shares in ([], [1, 0], [1, float("nan")], [1, "b"], 3, [10**400]):
         with pytest.raises(ValueError, match=r"micro_batch_shares is .*; pass numbers above 0, such as \[1, 2, 1\]"):
             Pipeline(chain(), mesh, ["2"], micro_batch_shares=shares)
-    with pytest.raises(ValueError, match="the schedule is for 2 ranks and 2 micro-batches, and 2 ranks have 3"):
+    with pytest.raises(ValueError, match="the schedule is for 2 ranks and 2 micro-batches, and the pipeline has 2 ranks and 3"):
         Pipeline(chain(), mesh, ["2"], schedule=Schedule.generate("gpipe", 2, 2), micro_batch_shares=[1, 2, 1])
     with pytest.raises(ValueError, match="unknown schedule '2f2b'"):
         Pipeline(chain(), mesh, ["2"], schedule="2f2b")

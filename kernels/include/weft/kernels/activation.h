@@ -12,8 +12,9 @@
 // the shape and dtype of the input.
 // Dtypes: float32, float64, bfloat16, float16, the same for all arguments. bfloat16 and float16 are
 // computed in float32 per element and rounded once.
-// Errors: c10::Error, before anything is allocated, if shapes, dtypes or devices differ, for other
-// dtypes and for tensors of another type of device.
+// Errors: c10::Error, before anything is allocated, if the arguments differ in shape, dtype or
+// device, if the dtype is not supported, or if the tensors are not on the namespace's type of
+// device.
 //
 // Results for NaN and infinity are those of torch's operators in float64. Nothing here records
 // autograd history.

@@ -13,7 +13,8 @@
 // Dtypes: float32, float64, bfloat16, float16 for logits and grad_logits; int64 or int32 for
 // target. The computation and the statistics are in float32, or in float64 for float64 logits;
 // grad_losses and normalizers are converted to that dtype, and grad_logits is rounded once.
-// Errors: c10::Error, before anything is allocated, if shapes, dtypes or devices differ from these.
+// Errors: c10::Error, before anything is allocated, if shapes or dtypes are not as above, or if the
+// tensors are not on one device of the namespace's type.
 //
 // A target outside the classes of the logits belongs to another shard.
 // Nothing here records autograd history.
@@ -23,7 +24,7 @@ struct CrossEntropyStatisticsArguments {
   const at::Tensor& logits;
   const at::Tensor& target;
   int64_t vocab_start;
-  int64_t ignore_index;  // a target without loss and gradient
+  int64_t ignore_index;  // a target with neither loss nor gradient
   bool wants_sum;        // whether to return the sum of the logits, for label smoothing
 };
 
@@ -35,7 +36,7 @@ struct CrossEntropyGradientArguments {
   // exp(logit - largest).
   const at::Tensor& normalizers;
   int64_t vocab_start;
-  int64_t num_classes;  // of all shards
+  int64_t num_classes;  // of all shards together
   int64_t ignore_index;
   double label_smoothing;
 };

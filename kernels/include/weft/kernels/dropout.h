@@ -4,12 +4,13 @@
 
 #include <cstdint>
 
-// Dropout that is independent of sharding: whether an element is dropped depends only on the seed
-// and on its position in the unsharded tensor, not on the sharding, the device or the number of
-// threads.
+// Dropout that is independent of sharding: whether an element is dropped depends only on p, the
+// seed and the element's position in the unsharded tensor, not on the sharding, the device or the
+// number of threads.
 //
 // Dtypes: float32, float64, bfloat16, float16. Any strides are read; results are contiguous.
-// Errors: c10::Error for another dtype or device, before anything is allocated.
+// Errors: c10::Error, before anything is allocated, for another dtype or a tensor that is not on
+// the namespace's type of device.
 namespace weft::kernels {
 
 // The place of x in a tensor that is sharded along one dim. x is viewed as [outer, size, inner],

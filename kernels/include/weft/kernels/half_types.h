@@ -31,8 +31,8 @@ WEFT_ALWAYS_INLINE float load(BFloat16 value) {
 WEFT_ALWAYS_INLINE float load(Float16 value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000U) << 16;
   const uint32_t magnitude = value.bits & 0x7FFFU;
-  // The exponent and mantissa in float's places, then rescaled by 2^(127 - 15): exact for normal
-  // and subnormal numbers alike.
+  // Moves the exponent and mantissa to their positions in a float, then rescales by 2^(127 - 15):
+  // exact for normal and subnormal numbers alike.
   const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112F;
   const uint32_t not_finite = 0x7F800000U | (magnitude << 13);
   const uint32_t absolute = magnitude >= 0x7C00U ? not_finite : std::bit_cast<uint32_t>(scaled);

@@ -4,15 +4,16 @@
 
 #include <optional>
 
-// RMS and layer norms over the last dim, optionally of the sum with a residual.
+// RMS and layer norms over the last dim of x or, with a residual, of x + residual.
 //
 // Shapes: x, residual, grad_y and grad_sum [..., d], all of one shape; weight and bias [d]; mean
 // and rstd [...], one element for each row of d elements of x. Any strides are read; results are
 // contiguous.
 // Dtypes: float32, float64, bfloat16, float16 for x; weight and bias have the dtype of x, or both
-// float32 if x is bfloat16 or float16. bfloat16 and float16 are computed in float32 and rounded
-// once; mean and rstd are float32, or float64 for float64.
-// Errors: c10::Error, before anything is allocated, if shapes, dtypes or devices differ from these.
+// float32 if x is bfloat16 or float16. bfloat16 and float16 are computed in float32, and each
+// result is rounded once; mean and rstd are float32, or float64 for float64.
+// Errors: c10::Error, before anything is allocated, if shapes or dtypes are not as above, or if the
+// tensors are not on one device of the namespace's type.
 //
 // Nothing here records autograd history.
 namespace weft::kernels {
@@ -28,7 +29,7 @@ struct NormArguments {
 };
 
 struct NormResult {
-  at::Tensor y;     // norm(x + residual) * weight + bias
+  at::Tensor y;     // norm(sum, or x without residual) * weight + bias
   at::Tensor sum;   // x + residual, rounded: the norm's input; undefined without residual
   at::Tensor mean;  // undefined for kRms
   at::Tensor rstd;  // 1 / sqrt(variance + eps); for kRms 1 / sqrt(mean square + eps)
@@ -50,7 +51,8 @@ struct NormWanted {
 
 struct NormGradients {
   at::Tensor input;  // the gradient of x and also of residual; undefined unless wanted
-  // [1, d]: of weight; [2, d]: of weight and bias; in the dtype of weight. Undefined unless wanted.
+  // [1, d]: of weight; [2, d]: of weight, then of bias; in the dtype of weight. Undefined unless
+  // wanted.
   at::Tensor params;
 };
 

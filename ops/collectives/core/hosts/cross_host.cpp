@@ -33,7 +33,7 @@ CrossHost::CrossHost(Engine& local_group,
       what_(std::move(what)),
       timeout_(timeout),
       deadline_(deadline + kGrace),
-      accumulate_dtype_(accumulate_dtype_of(call.header.dtype)) {}
+      accumulation_dtype_(accumulation_dtype_of(call.header.dtype)) {}
 
 void CrossHost::run() {
   compare_signatures();
@@ -108,11 +108,11 @@ void CrossHost::compare_signatures() {
   std::ranges::copy(call_.receive_counts, counts + num_ranks);
 
   const auto size = static_cast<int64_t>(record_bytes);
-  std::vector<Output> places;
+  std::vector<Output> outputs;
   for (const int rank : layout_.own_ranks()) {
-    places.push_back({record_of[static_cast<size_t>(rank)], size});
+    outputs.push_back({record_of[static_cast<size_t>(rank)], size});
   }
-  run_on_host(all_gather_call(DType::kUInt8, {own, size}, std::move(places)));
+  run_on_host(all_gather_call(DType::kUInt8, {own, size}, std::move(outputs)));
   all_arrived_ = true;
   if (layout_.is_leader()) {
     exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
@@ -165,14 +165,14 @@ void CrossHost::all_gather() {
         receive_from(transfers, leader, output_of(rank));
       }
       for (const int rank : layout_.own_ranks()) {
-        const Output& place = output_of(rank);
-        send_to(transfers, leader, {place.data, place.num_elements});
+        const Output& gathered = output_of(rank);
+        send_to(transfers, leader, {gathered.data, gathered.num_elements});
       }
     });
   }
   for_remote_ranks([&](int rank) {
-    const Output& place = output_of(rank);
-    broadcast_on_host(place.data, call_.bytes_of(place.num_elements));
+    const Output& gathered = output_of(rank);
+    broadcast_on_host(gathered.data, call_.bytes_of(gathered.num_elements));
   });
 }
 

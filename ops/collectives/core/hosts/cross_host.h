@@ -2,9 +2,10 @@
 
 // One multi-host collective from start to end. Within each host it runs as collectives of the
 // host's engine. Between hosts, the leaders (the lowest rank of each host) exchange the data of
-// reductions, all_gather and broadcast; in a gather, scatter or all_to_all, the ranks send their
-// data to each other directly. Partial results are reduced in rank order within a host, and in host
-// order between hosts: runs with the same assignment of ranks to hosts give the same bits.
+// reductions, all_gather and broadcast; in gather, scatter and all_to_all, ranks of different hosts
+// send their data to each other directly. Partial results are reduced in rank order within a host,
+// and in host order between hosts: runs with the same assignment of ranks to hosts give the same
+// bits.
 
 #include "engine.h"
 #include "layout.h"
@@ -64,8 +65,8 @@ class CrossHost {
   template <typename DoChunk>
   void in_chunks(bool has_result, const DoChunk& do_chunk);
 
-  size_t accumulate_bytes(int64_t num_elements) const {
-    return static_cast<size_t>(num_elements) * size_of(accumulate_dtype_);
+  size_t accumulation_bytes(int64_t num_elements) const {
+    return static_cast<size_t>(num_elements) * size_of(accumulation_dtype_);
   }
   TransferSet transfers_with_deadline(Deadline deadline) {
     return {transport_, deadline, [this](int peer) { local_group_.publish_waiting(peer); }};
@@ -95,7 +96,8 @@ class CrossHost {
   void receive_from(TransferSet& transfers, int peer, const Output& target) const {
     transfers.receive(peer, target.data, call_.bytes_of(target.num_elements));
   }
-  bool converts() const { return accumulate_dtype_ != call_.header.dtype; }
+  bool converts() const { return accumulation_dtype_ != call_.header.dtype; }
+  // Returns the entries of the ranks of this host.
   template <typename List>
   List of_own_ranks(const List& by_rank) const;
   Input input() const { return call_.inputs.front(); }
@@ -113,8 +115,8 @@ class CrossHost {
   const std::string what_;
   const std::chrono::milliseconds timeout_;
   const Deadline deadline_;
-  const DType accumulate_dtype_;  // of partial results, see convert.h
-  bool all_arrived_ = false;      // all ranks of this host have started this collective
+  const DType accumulation_dtype_;  // of partial results, see convert.h
+  bool all_arrived_ = false;        // all ranks of this host have started this collective
   Scratch received_;
 };
 

@@ -14,12 +14,13 @@ namespace {
 
 // all_reduce and reduce process a tensor in chunks of at most this many bytes of the accumulation
 // dtype, so that a leader holds one chunk per host. reduce_scatter has no chunks: a leader holds
-// its partial result for the full input, and from each other host the segments of its own host.
+// its partial result for the full input, and from each other host the partial results of the
+// segments that belong to the leader's host.
 constexpr size_t kChunkBytes = size_t{8} << 20;
 
-// Between three or more hosts, for a chunk of at least this size, each leader reduces one segment
-// and receives the other reduced segments: otherwise each leader would send its full partial result
-// to every other leader.
+// Between three or more hosts, chunks of at least this size are all-reduced by a reduce-scatter and
+// an all-gather between the leaders. For smaller chunks, each leader sends its full partial result
+// to every other leader: fewer steps, and more bytes.
 constexpr size_t kSegmentedBytes = size_t{64} << 10;
 
 ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::kAvg ? ReduceOp::kSum : op; }
@@ -27,7 +28,7 @@ ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::kAvg ? ReduceOp::kSum 
 }  // namespace
 
 void CrossHost::reduce_on_host(const std::byte* in, std::byte* out, int64_t num_elements) {
-  run_on_host(reduce_call({accumulate_dtype_, {num_elements}},
+  run_on_host(reduce_call({accumulation_dtype_, {num_elements}},
                           partial_op(call_.header.reduce_op),
                           {in, num_elements},
                           {out, num_elements},
@@ -51,20 +52,20 @@ void CrossHost::combine(const std::byte* received,
       sources.push_back(own);
     } else {
       sources.push_back(received);
-      received += accumulate_bytes(num_elements);
+      received += accumulation_bytes(num_elements);
     }
   }
   collectives::reduce(
-      call_.header.reduce_op, accumulate_dtype_, out, sources, num_elements, layout_.num_ranks());
+      call_.header.reduce_op, accumulation_dtype_, out, sources, num_elements, layout_.num_ranks());
 }
 
 void CrossHost::reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements) {
-  const size_t num_bytes = accumulate_bytes(num_elements);
+  const size_t num_bytes = accumulation_bytes(num_elements);
   const bool is_receiver = host == layout_.own_host();
   std::byte* const received = is_receiver ? receive_buffer(num_bytes) : nullptr;
   std::byte* next = received;
-  exchange_with_leaders([&](TransferSet& transfers, int other, int leader) {
-    if (other == host) transfers.send(leader, partial, num_bytes);
+  exchange_with_leaders([&](TransferSet& transfers, int other_host, int leader) {
+    if (other_host == host) transfers.send(leader, partial, num_bytes);
     if (!is_receiver) return;
     transfers.receive(leader, next, num_bytes);
     next += num_bytes;
@@ -73,7 +74,7 @@ void CrossHost::reduce_on_leader_of(int host, std::byte* partial, int64_t num_el
 }
 
 void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_elements) {
-  const size_t num_bytes = accumulate_bytes(num_elements);
+  const size_t num_bytes = accumulation_bytes(num_elements);
   if (layout_.num_hosts() > 2 && num_bytes >= kSegmentedBytes) {
     return all_reduce_in_segments(partial, num_elements);
   }
@@ -87,29 +88,29 @@ void CrossHost::all_reduce_between_leaders(std::byte* partial, int64_t num_eleme
   combine(received, partial, partial, num_elements);
 }
 
-// Segment h of the tensor belongs to the leader of host h. Reduce-scatter: each leader receives its
+// Segment h of the chunk belongs to the leader of host h. Reduce-scatter: each leader receives its
 // segment of all partial results and reduces it. All-gather: each leader sends its reduced segment
 // to the others.
 void CrossHost::all_reduce_in_segments(std::byte* partial, int64_t num_elements) {
   const auto segment_of = [&](int host) {
     const auto segment = range_at<int64_t>(
         host, num_elements, num_ranges<int64_t>(num_elements, layout_.num_hosts()));
-    return Output{partial + accumulate_bytes(segment.first), segment.size};
+    return Output{partial + accumulation_bytes(segment.first), segment.size};
   };
   const Output own = segment_of(layout_.own_host());
-  const size_t own_bytes = accumulate_bytes(own.num_elements);
+  const size_t own_bytes = accumulation_bytes(own.num_elements);
   std::byte* const received = receive_buffer(own_bytes);
   std::byte* next = received;
   exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
     const Output segment = segment_of(host);
     transfers.receive(leader, next, own_bytes);
-    transfers.send(leader, segment.data, accumulate_bytes(segment.num_elements));
+    transfers.send(leader, segment.data, accumulation_bytes(segment.num_elements));
     next += own_bytes;
   });
   combine(received, own.data, own.data, own.num_elements);
   exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
     const Output segment = segment_of(host);
-    transfers.receive(leader, segment.data, accumulate_bytes(segment.num_elements));
+    transfers.receive(leader, segment.data, accumulation_bytes(segment.num_elements));
     transfers.send(leader, own.data, own_bytes);
   });
 }
@@ -118,8 +119,8 @@ template <typename DoChunk>
 void CrossHost::in_chunks(bool has_result, const DoChunk& do_chunk) {
   const DType dtype = call_.header.dtype;
   const int64_t num_elements = input().num_elements;
-  const auto chunk_elements = static_cast<int64_t>(kChunkBytes / size_of(accumulate_dtype_));
-  const size_t buffer_bytes = accumulate_bytes(std::min(num_elements, chunk_elements));
+  const auto chunk_elements = static_cast<int64_t>(kChunkBytes / size_of(accumulation_dtype_));
+  const size_t buffer_bytes = accumulation_bytes(std::min(num_elements, chunk_elements));
   const Scratch widened_input(converts() ? buffer_bytes : 0);
   // Without a conversion the result is written to the output directly.
   const bool needs_buffer = converts() || !has_result;
@@ -131,10 +132,10 @@ void CrossHost::in_chunks(bool has_result, const DoChunk& do_chunk) {
       widen(dtype, in, widened_input.data(), range.size);
       in = widened_input.data();
     }
-    std::byte* const place = has_result ? output().data + call_.bytes_of(range.first) : nullptr;
-    std::byte* const out = needs_buffer ? buffer.data() : place;
+    std::byte* const result = has_result ? output().data + call_.bytes_of(range.first) : nullptr;
+    std::byte* const out = needs_buffer ? buffer.data() : result;
     do_chunk(in, out, range.size);
-    if (has_result && converts()) narrow(dtype, out, place, range.size);
+    if (has_result && converts()) narrow(dtype, out, result, range.size);
   }
 }
 
@@ -142,7 +143,7 @@ void CrossHost::all_reduce() {
   in_chunks(true, [&](const std::byte* in, std::byte* out, int64_t num_elements) {
     reduce_on_host(in, out, num_elements);
     if (layout_.is_leader()) all_reduce_between_leaders(out, num_elements);
-    broadcast_on_host(out, accumulate_bytes(num_elements));
+    broadcast_on_host(out, accumulation_bytes(num_elements));
   });
 }
 
@@ -154,7 +155,7 @@ void CrossHost::reduce() {
     if (layout_.is_leader()) reduce_on_leader_of(root_host, out, num_elements);
     const bool is_on_root_host = root_host == layout_.own_host();
     if (is_on_root_host && layout_.leader_of(root_host) != root()) {
-      broadcast_on_host(out, accumulate_bytes(num_elements));
+      broadcast_on_host(out, accumulation_bytes(num_elements));
     }
   });
 }
@@ -173,34 +174,35 @@ void CrossHost::reduce_scatter() {
     }
     segments_on.push_back({first, num_elements - first});
   }
-  const Scratch partial(layout_.is_leader() ? accumulate_bytes(num_elements) : 0);
+  const Scratch partial(layout_.is_leader() ? accumulation_bytes(num_elements) : 0);
   Scratch widened_input;
   size_t offset = 0;
   for (const int rank : order) {
     const Input& input = input_of(rank);
     const std::byte* in = input.data;
     if (converts()) {
-      const size_t num_bytes = accumulate_bytes(input.num_elements);
+      const size_t num_bytes = accumulation_bytes(input.num_elements);
       if (widened_input.num_bytes() < num_bytes) widened_input = Scratch(num_bytes);
       widen(call_.header.dtype, in, widened_input.data(), input.num_elements);
       in = widened_input.data();
     }
     reduce_on_host(in, partial.data() + (layout_.is_leader() ? offset : 0), input.num_elements);
-    offset += accumulate_bytes(input.num_elements);
+    offset += accumulation_bytes(input.num_elements);
   }
 
   std::byte* own_segments = nullptr;  // of the ranks of this host, on its leader only
   if (layout_.is_leader()) {
     const Range<int64_t> own = segments_on[static_cast<size_t>(layout_.own_host())];
-    own_segments = partial.data() + accumulate_bytes(own.first);
-    std::byte* const received = receive_buffer(accumulate_bytes(own.size));
+    own_segments = partial.data() + accumulation_bytes(own.first);
+    std::byte* const received = receive_buffer(accumulation_bytes(own.size));
     std::byte* next = received;
     exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
       const Range<int64_t> theirs = segments_on[static_cast<size_t>(host)];
-      transfers.receive(leader, next, accumulate_bytes(own.size));
-      transfers.send(
-          leader, partial.data() + accumulate_bytes(theirs.first), accumulate_bytes(theirs.size));
-      next += accumulate_bytes(own.size);
+      transfers.receive(leader, next, accumulation_bytes(own.size));
+      transfers.send(leader,
+                     partial.data() + accumulation_bytes(theirs.first),
+                     accumulation_bytes(theirs.size));
+      next += accumulation_bytes(own.size);
     });
     combine(received, own_segments, own_segments, own.size);
   }
@@ -209,19 +211,19 @@ void CrossHost::reduce_scatter() {
   if (layout_.is_leader()) {
     for (const int rank : layout_.own_ranks()) {
       inputs.push_back({own_segments, elements_of(rank)});
-      own_segments += accumulate_bytes(elements_of(rank));
+      own_segments += accumulation_bytes(elements_of(rank));
     }
   }
   const Output result = output();
-  const Scratch accumulated_result(converts() ? accumulate_bytes(result.num_elements) : 0);
-  std::byte* const place = converts() ? accumulated_result.data() : result.data;
-  run_on_host(scatter_call(accumulate_dtype_,
+  const Scratch accumulated_result(converts() ? accumulation_bytes(result.num_elements) : 0);
+  std::byte* const target = converts() ? accumulated_result.data() : result.data;
+  run_on_host(scatter_call(accumulation_dtype_,
                            std::move(inputs),
-                           {place, result.num_elements},
+                           {target, result.num_elements},
                            0,
                            local_rank(),
                            local_group_.options().size));
-  if (converts()) narrow(call_.header.dtype, place, result.data, result.num_elements);
+  if (converts()) narrow(call_.header.dtype, target, result.data, result.num_elements);
 }
 
 }  // namespace weft::collectives

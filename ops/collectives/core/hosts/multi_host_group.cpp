@@ -122,7 +122,7 @@ void MultiHostGroup::submit(OperationPtr operation, bool /*in_background*/) {
 }
 
 void MultiHostGroup::begin(const MessagePtr& message) {
-  std::shared_ptr<RemoteMessages::Posted> posted;
+  std::shared_ptr<RemoteMessages::PostedMessage> posted;
   try {
     posted = messages_.post(message);
   } catch (const TransportError&) {
@@ -191,14 +191,14 @@ void MultiHostGroup::finish(Operation& operation, const std::exception_ptr& erro
 }
 
 void MultiHostGroup::wait(Operation& operation, std::chrono::milliseconds timeout) {
-  // Called from the on_done of this operation: its data is complete.
+  // Called from the on_done of `operation`: its data is complete.
   if (std::ranges::find(finishing_operations, &operation) != finishing_operations.end()) return;
   local_group_.check_not_forked();
   const auto until = timeout.count() == 0 ? Deadline::max() : Clock::now() + timeout;
   std::unique_lock lock(mutex_);
   if (is_worker_thread()) {
     // Called from the on_done of another operation: no other thread would execute the collectives
-    // that are queued before this one.
+    // that are queued before `operation`.
     while (!operation.is_done() && !queue_.empty()) {
       const auto next = std::move(queue_.front());
       queue_.pop_front();
@@ -210,7 +210,7 @@ void MultiHostGroup::wait(Operation& operation, std::chrono::milliseconds timeou
   const auto is_done = [&] { return operation.is_done(); };
   if (until == Deadline::max()) return changed_.wait(lock, is_done);
   if (changed_.wait_until(lock, until, is_done)) return;
-  // No rank of this host is late: wait for the failure in which the late rank's host names it.
+  // No rank of this host is late: wait for the failure in which another host names the late rank.
   if (!local_group_.late_ranks().has_local && changed_.wait_for(lock, kLateHostTimeout, is_done))
     return;
   lock.unlock();
@@ -294,8 +294,8 @@ void MultiHostGroup::run_watcher() {
   for (unsigned num_checks = 0; !is_left_ && !is_reported_; ++num_checks) {
     changed_.wait(lock, [&] { return is_left_ || num_unfinished_ > 0; });
     lock.unlock();
-    // A leader has work whenever its host takes part in a collective; other ranks need the store
-    // for their messages only.
+    // A failure that a leader finds in the store fails the engine of its host, for all its ranks.
+    // The other ranks poll less often, for when the leader has no unfinished operation.
     check_health(layout_.is_leader() || num_checks % kChecksPerStorePoll == 0);
     transport_.probe();
     lock.lock();

@@ -49,13 +49,15 @@ class MultiHostGroup final : public Group {
   void finish(Operation& operation, const std::exception_ptr& error);
   void fail(ErrorKind kind, const std::string& text);
   // Call it in a catch block while `operation` runs: fails the group if it has not failed yet, and
-  // returns its failure. After leave() it may return a GroupAbortedError of this rank only.
+  // returns the failure of the group. After leave() it may return a GroupAbortedError of this rank
+  // only.
   std::exception_ptr as_failure(const Operation& operation);
   void fail_late(const Operation& operation,
                  std::chrono::milliseconds timeout,
                  const std::string& detail);
   void report_failure();
-  // The key that a rank sets when it leaves: explains to others why its connections close.
+  // The key that `rank` sets in the store when it leaves: explains to other ranks why its
+  // connections close.
   std::string left_key(int rank) const;
   bool has_left(int rank) const;
   void run_watcher();

@@ -21,13 +21,13 @@ class RemoteMessages {
       : transport_(transport), rank_(rank), num_sent_(static_cast<size_t>(num_ranks)) {}
 
   // A message whose transfers have been posted; finish() blocks.
-  class Posted;
+  class PostedMessage;
   // Posts the transfers of a message. Messages keep the order of these calls. Errors:
   // TransportError; std::invalid_argument for a tag out of range.
-  std::shared_ptr<Posted> post(const MessagePtr& message);
+  std::shared_ptr<PostedMessage> post(const MessagePtr& message);
   // Waits until the message is sent or received. Errors: CollectiveMismatchError if a receive and
   // its message do not match; TransportError.
-  void finish(Posted& posted, Deadline deadline);
+  void finish(PostedMessage& posted, Deadline deadline);
 
  private:
   ThreadSafeTransport& transport_;
@@ -41,7 +41,7 @@ struct MessageHeader {
   DType dtype = DType::kUInt8;
 };
 
-class RemoteMessages::Posted {
+class RemoteMessages::PostedMessage {
  public:
   static constexpr size_t kHeaderBytes = 1024;  // a MessageHeader and eager data
   static constexpr size_t kEagerBytes = kHeaderBytes - sizeof(MessageHeader);

@@ -4,8 +4,8 @@
 
 namespace weft::collectives {
 
-// Uninitialised memory for a step of a collective. Large blocks are mapped: the threads of many
-// groups would otherwise each keep freed memory in a malloc arena of their own.
+// Uninitialised memory for a step of a collective. Large blocks come from mmap(): malloc would keep
+// freed memory in an arena for each thread, of which many groups have many.
 class Scratch {
  public:
   Scratch() = default;

@@ -129,7 +129,7 @@ void TransferSet::receive(int peer, std::byte* data, size_t num_bytes) {
 }
 
 void TransferSet::wait() {
-  for (const Posted& each : posted_) {
+  for (const PostedTransfer& each : posted_) {
     publish_waiting_(each.peer);
     if (each.is_send) {
       transport_.wait_for_send(*each.transfer, each.peer, deadline_);

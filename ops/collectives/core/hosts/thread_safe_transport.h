@@ -21,7 +21,7 @@ using Deadline = std::chrono::steady_clock::time_point;
 class TransportError : public std::runtime_error {
  public:
   TransportError(int peer_, const std::string& text) : std::runtime_error(text), peer(peer_) {}
-  const int peer;  // kAnySource where it is not known
+  const int peer;  // kAnySource (-1) if unknown
 };
 
 class ThreadSafeTransport {
@@ -33,13 +33,15 @@ class ThreadSafeTransport {
   std::unique_ptr<Transfer> send(int peer, int tag, const std::byte* data, size_t num_bytes);
   std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes);
   void wait(Transfer& transfer, int peer, Deadline deadline);
-  // Waits for a send. A transport may not report that the peer of a send is lost: gloo does not
-  // once the system has accepted the bytes. But gloo then rejects new transfers: see probe().
+  // Waits for a send. A transport may fail to report that the peer of a send is lost: gloo reports
+  // nothing once the system has accepted the bytes. But gloo then rejects new transfers: see
+  // probe().
   void wait_for_send(Transfer& transfer, int peer, Deadline deadline);
 
-  // Ends the waits for sends to peers for which the transport rejects new transfers. Call it
-  // periodically; it probes a peer at most once in kProbeInterval, because a cancelled receive may
-  // leave some bytes with the transport.
+  // Call it periodically. Posts a receive to each peer of a send that is waited for, and cancels it
+  // at once; if the transport rejects the receive, ends the waits for sends to that peer. Probes a
+  // peer at most once in kProbeInterval, because a cancelled receive may leave some bytes with the
+  // transport.
   void probe();
 
   // Ends all current and future waits.
@@ -68,7 +70,8 @@ class ThreadSafeTransport {
 // posted.
 class TransferSet {
  public:
-  // `publish_waiting` is called with the peer before each wait, and with -1 after the last wait.
+  // `publish_waiting` is called with the peer before each wait, and with -1 (no rank) after the
+  // last wait.
   TransferSet(ThreadSafeTransport& transport,
               Deadline deadline,
               std::function<void(int)> publish_waiting)
@@ -79,7 +82,7 @@ class TransferSet {
   void wait();
 
  private:
-  struct Posted {
+  struct PostedTransfer {
     int peer;
     std::unique_ptr<Transfer> transfer;
     bool is_send;
@@ -88,7 +91,7 @@ class TransferSet {
   ThreadSafeTransport& transport_;
   const Deadline deadline_;
   const std::function<void(int)> publish_waiting_;
-  std::vector<Posted> posted_;
+  std::vector<PostedTransfer> posted_;
 };
 
 }  // namespace weft::collectives

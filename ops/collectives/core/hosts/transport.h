@@ -11,7 +11,7 @@
 
 namespace weft::collectives {
 
-// One message in flight. Destroying it cancels it: its memory is not written any more.
+// One message in flight. The destructor cancels it: memory to receive into is not written any more.
 class Transfer {
  public:
   Transfer() = default;

@@ -25,12 +25,12 @@ WEFT_OPS_API bool is_tracking_memory();
 WEFT_OPS_API memory::Totals memory_totals();
 // Resets the peak and drops all phases but the current one.
 WEFT_OPS_API void reset_memory_peak();
-// Returns the newest 4096 phases, from the oldest to the current one.
+// Returns the phases, oldest first, up to the current one: at most 4096, the newest.
 WEFT_OPS_API std::vector<memory::Phase> memory_phases();
 
-// Begins a phase. Memory allocated in it gets `category`, except copies of tensors that weft's
-// backend makes, which are Category::kCommunication. set_memory_category() and
-// set_memory_category_since() change categories later.
+// Begins a phase, a period of the run such as a forward. Memory allocated in it gets `category`,
+// except copies of tensors that weft's backend makes, which are Category::kCommunication.
+// set_memory_category() and set_memory_category_since() change categories later.
 WEFT_OPS_API void begin_memory_phase(const std::string& name, Category category);
 // Sets the category of a tensor's memory. Returns false for memory that is not counted.
 WEFT_OPS_API bool set_memory_category(const at::Tensor& tensor, Category category);

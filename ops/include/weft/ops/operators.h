@@ -35,7 +35,7 @@
 namespace weft::ops {
 
 struct ColumnRowMlpWeights {
-  at::Tensor w1;                      // [f, d]: the activated half
+  at::Tensor w1;                      // [f, d]: its product is activated
   at::Tensor w2;                      // [o, f]
   std::optional<at::Tensor> w3 = {};  // [f, d]: with it the MLP is gated, act(x w1ᵀ) * (x w3ᵀ)
   std::optional<at::Tensor> b1 = {};  // [f]
@@ -202,8 +202,8 @@ WEFT_OPS_API at::Tensor copy_to_group(const at::Tensor& x, std::string_view grou
 // All-reduce (sum) forward, identity backward.
 WEFT_OPS_API at::Tensor reduce_from_group(const at::Tensor& x, std::string_view group_name);
 
-// The following shard and unshard tensors over the group. Results are contiguous copies. Further
-// errors: c10::IndexError for a dim that x does not have.
+// The following operators shard and unshard tensors over the group. Results are contiguous copies.
+// Further errors: c10::IndexError for a dim that x does not have.
 
 // This rank's shard of x along `dim`. Backward one all-gather.
 WEFT_OPS_API at::Tensor scatter_to_group(const at::Tensor& x,

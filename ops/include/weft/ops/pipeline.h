@@ -1,7 +1,7 @@
 #pragma once
 
-// Direct device-to-device messages for pipeline_send and pipeline_recv. Without a link, both sides
-// copy messages through host memory.
+// Links: direct device-to-device messages between two ranks for pipeline_send and pipeline_recv.
+// Without a link, both sides copy messages through host memory.
 
 #include <weft/ops/export.h>
 

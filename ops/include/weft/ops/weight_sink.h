@@ -1,8 +1,8 @@
 #pragma once
 
-// A sink takes the gradients of the weights of column_row_mlp inside the backward, each as its two
-// factors. An optimizer that steps a weight from the factors, some rows at a time, needs no full
-// gradient.
+// A sink takes the gradients of the weights of column_row_mlp inside the backward, each as the
+// two factors of gradᵀ x. An optimizer that steps a weight from the factors, some rows at a time,
+// needs no full gradient.
 
 #include <weft/ops/export.h>
 
@@ -13,8 +13,8 @@
 namespace weft::ops {
 
 // Receives the gradients of the weights of one or more calls of column_row_mlp. The backward of a
-// call runs begin_backward() and then take() for w2, w3 and w1, in its own thread. Without
-// `sequence_dim`, the all-reduce of x's gradient is in flight during take().
+// call runs begin_backward() and then take() for w2, w3 and w1, all on the thread that runs the
+// backward. The collective on the gradient of the MLP's input may be in flight during take().
 class WEFT_OPS_API WeightSink {
  public:
   WeightSink() = default;
@@ -22,13 +22,14 @@ class WEFT_OPS_API WeightSink {
   WeightSink& operator=(const WeightSink&) = delete;
   virtual ~WeightSink();
 
-  // The backward of a call begins; the weights that the call saved have been unpacked.
+  // The backward of a call begins; autograd has read the saved weights, so the sink may modify
+  // weights in place from now on.
   virtual void begin_backward() = 0;
 
-  // The gradient of weight w1, w2 or w3 (`index` 0, 1 or 2) is gradᵀ x with grad [..., out] and x
-  // [..., in]; under autocast, it is the gradient of the weight after the cast. Returns whether the
-  // sink has used the gradient; autograd then gets none. Called only if autograd would accumulate
-  // the gradient into the `.grad` of a leaf.
+  // The gradient of weight w1, w2 or w3 (`index` 0, 1 or 2) is gradᵀ x with grad [..., out], the
+  // gradient of that linear layer's output, and x [..., in], its input. Under autocast, the weight
+  // is the cast one. Returns whether the sink has used the gradient; if so, autograd gets none.
+  // Called only if autograd would accumulate the gradient into the `.grad` of a leaf.
   virtual bool take(int index, const at::Tensor& grad, const at::Tensor& x) = 0;
 };
 

@@ -76,8 +76,8 @@ struct TrainingSpec {
   Precision precision = Precision::k32True;
   OptimizerKind optimizer = OptimizerKind::kAdamW;
   bool has_fused_optimizer = true;  // else torch's loop over parameters, its default on the CPU
-  bool steps_in_backward = false;
-  bool steps_by_rows = false;  // steps fused MLPs' weights some rows at a time in the backward
+  bool steps_in_backward = false;   // the optimizer steps each parameter in the backward
+  bool steps_by_rows = false;       // and the weights of fused MLPs some rows at a time
   bool has_deferred_init = true;
   Checkpointing checkpointing = Checkpointing::kNone;
 };
@@ -93,7 +93,7 @@ struct PhaseMemory {
 //
 // Throws std::invalid_argument for sizes out of range, numbers of heads that the tensor-parallel
 // size does not divide, a plan that does not match the model (see Plan::resolve), a style or option
-// of a rule that the model does not predict, an axis that is not supported, a rank outside the
+// of a rule for which there is no prediction, an axis that is not supported, a rank outside the
 // mesh, and options that exclude each other.
 std::vector<PhaseMemory> predict_memory(const TrainingSpec& spec, int64_t global_rank);
 

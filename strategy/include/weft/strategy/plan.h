@@ -55,8 +55,8 @@ class Plan {
   // owns_modules_below), modules below with the same style are left out of the result.
   //
   // Throws std::invalid_argument, naming the patterns and modules, for a pattern that matches no
-  // module, for rules that give one module different styles, `heads` or `precision`, and for a rule
-  // of a module below an owner that has another style, or options other than the owner's.
+  // module, for rules that give one module different styles, `heads` or `precision`, and, for a
+  // module below an owner, for a rule with another style, or with options other than the owner's.
   [[nodiscard]] std::vector<Assignment> resolve(std::span<const std::string> module_names) const;
 
   bool operator==(const Plan&) const = default;

@@ -145,7 +145,7 @@ TEST(Simulate, RejectsMismatchedCosts) {
   EXPECT_EQ(simulate_error({{}, {}}),
             "simulate: 2 costs for 3 stages and 1 micro-batches; pass one for all, one for each "
             "stage, or "
-            "one for each stage's every micro-batch");
+            "one for each stage and micro-batch");
   EXPECT_THAT(simulate_error({{.forward = -1}}), HasSubstr("a time of stage 0 is -1"));
   EXPECT_THAT(simulate_error({{.transfer = std::numeric_limits<double>::quiet_NaN()}}),
               HasSubstr("a time of stage 0 is nan"));

@@ -12,9 +12,9 @@ enum class ActionKind : uint8_t {
   kBackward,        // gradients of the stage's input and of its weights
   kBackwardInput,   // the first half of a split backward: the gradient of the stage's input
   kBackwardWeight,  // the second half: the gradients of its weights
-  kSendForward,     // the stage's output to the next stage
+  kSendForward,     // sends the stage's output to the next stage
   kRecvForward,     // posts the receive of the previous stage's output
-  kSendBackward,    // the gradient of the stage's input to the previous stage
+  kSendBackward,    // sends the gradient of the stage's input to the previous stage
   kRecvBackward,    // posts the receive of the gradient of the stage's output
   kUnshard,         // all-gathers the stage's fully sharded parameters
   kReshard,         // frees the parameters that kUnshard gathered

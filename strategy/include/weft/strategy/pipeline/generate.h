@@ -16,7 +16,7 @@ enum class ScheduleKind {
   kOneForwardOneBackward,  // backwards as early as possible: same bubble, min(p, m) in flight
   kInterleaved,            // 1F1B over v stages per rank: bubble (p-1)/(v*m+p-1) if p divides m
   kZeroBubble,             // ZB-H1: 1F1B with split backwards, whose weight halves fill the bubble
-  kLoopedBfs,  // v stages per rank, breadth first: all micro-batches through one, then the next
+  kLoopedBfs,  // v stages per rank, breadth first: all micro-batches through a stage, then the next
 };
 
 // "naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "looped_bfs".
@@ -39,7 +39,7 @@ struct GenerateOptions {
 // Sources: GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019 (PipeDream-Flush). Interleaved:
 // Narayanan et al. 2021, section 2.2. Looped BFS: Lamy-Poirier 2023. ZB-H1: Qi et al. 2024.
 //
-// Throws std::invalid_argument for numbers below 1 and for more stages per rank than the kind
+// Throws std::invalid_argument for numbers out of range and for more stages per rank than the kind
 // supports.
 Schedule generate(ScheduleKind kind, const GenerateOptions& options);
 

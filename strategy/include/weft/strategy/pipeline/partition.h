@@ -20,8 +20,8 @@ struct PartitionOptions {
   // to be used. Default: one each.
   std::vector<int64_t> in_flight = {};
   std::optional<int64_t> memory_limit = {};  // the most bytes of a stage
-  // The quantity to minimize. 0: the time of the slowest stage. 1: the bytes of the largest stage.
-  // Between: the largest weighted sum of a stage's fractions of the total time and total bytes.
+  // Weight of memory against time in a stage's cost. 0: its time only. 1: its bytes only. Between:
+  // the weighted sum of its fractions of the total time and of the total bytes.
   double memory_weight = 0;
 };
 

@@ -15,7 +15,7 @@ struct CommunicationOptions {
   // posted; with 0, a send blocks until its receive is posted. The result does not deadlock on
   // channels of this capacity or more.
   int64_t channel_capacity = 0;
-  // By how many compute actions a receive is posted ahead of the one that needs it. With 1, the
+  // By how many compute actions a receive is posted ahead of the action that needs it. With 1, the
   // message is in flight while the rank computes, at the cost of one more message in memory.
   int64_t prefetch = 1;
 };
@@ -28,7 +28,7 @@ Schedule add_communication(const Schedule& schedule, const CommunicationOptions&
 // Adds UNSHARD before a stage's compute actions and RESHARD after them, such that a rank never
 // holds the unsharded parameters of more than `max_unsharded` stages at once. Below that limit, a
 // rank unshards the next stage one compute action early. At the limit, it first reshards the stage
-// that it needs again last.
+// whose next use is the latest.
 // REQUIRES: no UNSHARD yet; max_unsharded >= 1.
 Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded = 2);
 

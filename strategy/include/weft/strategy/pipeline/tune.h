@@ -24,7 +24,7 @@ struct StageProfile {
 struct TuneOptions {
   int64_t batch_size = 1;  // samples of a step
   int64_t num_ranks = 1;   // stage s is on rank s % num_ranks
-  // Default: for one stage per rank naive, gpipe, 1f1b and zero_bubble; for several naive,
+  // Default with one stage per rank: naive, gpipe, 1f1b and zero_bubble. With several: naive,
   // interleaved and looped_bfs.
   std::vector<ScheduleKind> kinds = {};
   std::vector<int64_t> micro_batch_counts = {};  // default: 1, 2, 3, 4, 6, 8, 12, ...
@@ -45,8 +45,9 @@ struct TunePoint {
 };
 
 // Simulates each kind of schedule with each number of micro-batches, split as evenly as possible
-// and, if that is faster, in the best of the tapered sizes. Returns the fastest first and those
-// above the memory limit last; ties are ordered by bytes, then by the number of micro-batches.
+// and, except for naive, in the best of the tapered_sizes(), if that split is faster or is the only
+// one within the memory limit. Returns the fastest first and those above the memory limit last;
+// ties are ordered by bytes, then by the number of micro-batches.
 //
 // Throws std::invalid_argument if the stages are not a multiple of the ranks, for numbers out of
 // range and for kinds that do not support the number of stages per rank.
