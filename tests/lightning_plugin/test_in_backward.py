@@ -105,7 +105,7 @@ def test_rows_require_fused_tensor_parallel_mlps(rank: int, world_size: int, tmp
     with pytest.raises(ValueError, match="optimizer_in_backward='rows' found no fused MLP"):
         trainer(world_size, strategy, tmp_path).fit(Model(), loader())
     strategy = WeftModelParallelStrategy(plan="auto", layout="dp2", optimizer_in_backward="rows")
-    with pytest.raises(ValueError, match="'rows' with 2 data-parallel ranks, over which full gradients are summed"):
+    with pytest.raises(ValueError, match="'rows' with 2 data-parallel ranks, over which full gradients are averaged"):
         trainer(world_size, strategy, tmp_path).fit(Model(), loader())
 
 

@@ -15,7 +15,7 @@ from support.parity import tensor_parallel
 from support.ranks import on_ranks
 from weft.lightning import WeftModelParallelStrategy
 from weft.strategy import parallelize
-from weft.strategy.reports.summary import MAX_LINES, replicated, summary
+from weft.strategy.reports.summary import MAX_LINES, replicated_lines, summary
 
 
 @on_ranks(1)
@@ -93,7 +93,7 @@ def test_summary_of_modules_and_largest_replicated_parameters(world_size: int) -
         "weights gathered for each forward; 2 linear1, linear2 of TransformerEncoderLayer by heads or hidden units."
     )
     assert lines[2].startswith("largest replicated: 'table.weight' 0.006 MB, ")
-    assert replicated(nn.Linear(4, 4))[0] == "replicated: 2 of 2 parameters, 100.0 % of their bytes."
+    assert replicated_lines(nn.Linear(4, 4))[0] == "replicated: 2 of 2 parameters, 100.0 % of their bytes."
 
 
 def test_invalid_verify_raises() -> None:

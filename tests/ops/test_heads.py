@@ -33,7 +33,11 @@ def test_shard_qkv() -> None:
     for args, layout, text in [
         ((4, 2, 3, 0), "blocks", "shard_qkv: got num_heads 4 on 3 ranks; num_heads must be a multiple of them"),
         ((4, 2, 2, 2), "blocks", "shard_qkv: got rank 2 of 2 ranks"),
-        ((4, 4, 2, 0), "blocks", r"got a tensor of shape \[8, 2\] for 4 query and 4 key/value heads; .* divide by 12"),
+        (
+            (4, 4, 2, 0),
+            "blocks",
+            r"got a tensor of shape \[8, 2\] for 4 query and 4 key/value heads; .* a multiple of 12",
+        ),
         ((4, 2, 2, 0), "rows", "shard_qkv: got layout 'rows'; pass 'blocks' or 'grouped'"),
     ]:
         with pytest.raises(ValueError, match=text):
@@ -48,5 +52,5 @@ def test_kv_groups(rank: int) -> None:
     pair = dist.distributed_c10d._resolve_process_group(weft.nn.kv_groups(2, world))
     assert dist.get_process_group_ranks(pair) == ([0, 1] if rank < 2 else [2, 3])
     assert dist.get_backend_config(pair) == dist.get_backend_config(dist.group.WORLD)
-    with pytest.raises(ValueError, match=r"^kv_groups: got num_kv_heads 3 on 4 ranks; one of the two must divide"):
+    with pytest.raises(ValueError, match=r"^kv_groups: got num_kv_heads 3 on 4 ranks; one must be a multiple"):
         weft.nn.kv_groups(3, world)

@@ -68,7 +68,7 @@ void check_peer(std::string_view op, const ProcessGroupPtr& group, std::int64_t 
                     group->getRank(),
                     " of ",
                     group->getSize(),
-                    "; pass the rank that another member has in this group.");
+                    "; pass another rank of the group.");
 }
 
 std::shared_ptr<PipelineLink> link_to(const ProcessGroupPtr& group, int peer) {

@@ -255,11 +255,15 @@ def test_invalid_arguments_raise(world_size: int) -> None:
     for shares in ([], [1, 0], [1, float("nan")], [1, "b"], 3, [10**400]):
         with pytest.raises(ValueError, match=r"micro_batch_shares is .*; pass numbers above 0, such as \[1, 2, 1\]"):
             Pipeline(chain(), mesh, ["2"], micro_batch_shares=shares)
-    with pytest.raises(ValueError, match="the schedule is for 2 ranks and 2 micro-batches, and the pipeline has 2 ranks and 3"):
+    with pytest.raises(
+        ValueError, match="the schedule is for 2 ranks and 2 micro-batches, and the pipeline has 2 ranks and 3"
+    ):
         Pipeline(chain(), mesh, ["2"], schedule=Schedule.generate("gpipe", 2, 2), micro_batch_shares=[1, 2, 1])
     with pytest.raises(ValueError, match="unknown schedule '2f2b'"):
         Pipeline(chain(), mesh, ["2"], schedule="2f2b")
-    with pytest.raises(ValueError, match="the schedule is for 4 ranks and 2 micro-batches, and 2 ranks have 2"):
+    with pytest.raises(
+        ValueError, match="the schedule is for 4 ranks and 2 micro-batches, and the pipeline has 2 ranks and 2"
+    ):
         Pipeline(chain(), mesh, ["2"], schedule=Schedule.generate("gpipe", 4, 2))
     with pytest.raises(ValueError, match="the schedule has 4 stages and the cuts make 2"):
         Pipeline(chain(), mesh, ["2"], schedule=Schedule.generate("looped_bfs", 2, 2, 2))
