@@ -3,7 +3,6 @@
 #include "launch.cuh"
 #include "vector_access.cuh"
 
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -203,8 +202,8 @@ void launch(const CrossEntropyStatisticsJob& job, c10::Device device, cudaStream
   const int64_t num_resident =
       int64_t{num_multiprocessors(device)} * std::min(32, kThreadsPerMultiprocessor / threads);
   const auto num_blocks = static_cast<unsigned>(std::min(job.num_rows, num_resident));
-  statistics_kernel<Storage><<<num_blocks, static_cast<unsigned>(threads), 0, stream>>>(job);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_kernel(
+      statistics_kernel<Storage>, {num_blocks, static_cast<unsigned>(threads)}, stream, job);
 }
 
 template <typename Storage>
@@ -214,13 +213,10 @@ void launch(const CrossEntropyGradientJob& job, c10::Device /*device*/, cudaStre
       (packs_of<Storage>(job.row_size) + kPacksPerBlock - 1) / kPacksPerBlock;
   const dim3 grid(static_cast<unsigned>(num_blocks),
                   static_cast<unsigned>(std::min(job.num_rows, kMaxGridRows)));
-  if (is_packable<Storage>(job)) {
-    gradient_kernel<Storage, kVectorBytes / sizeof(Storage)>
-        <<<grid, kGradientThreads, 0, stream>>>(job);
-  } else {
-    gradient_kernel<Storage, 1><<<grid, kGradientThreads, 0, stream>>>(job);
-  }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  constexpr int kWidth = kVectorBytes / sizeof(Storage);
+  const auto kernel =
+      is_packable<Storage>(job) ? gradient_kernel<Storage, kWidth> : gradient_kernel<Storage, 1>;
+  launch_kernel(kernel, {grid, kGradientThreads}, stream, job);
 }
 
 template <typename Job>

@@ -2,7 +2,6 @@
 
 #include "launch.cuh"
 
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -43,11 +42,10 @@ void launch_elementwise_width(const Job& job, c10::Device device) {
   const int64_t num_blocks =
       std::min<int64_t>((num_packs + kElementwiseThreads - 1) / kElementwiseThreads,
                         int64_t{num_multiprocessors(device)} * kElementwiseBlocksPerMultiprocessor);
-  elementwise_kernel<Operation, kWidth><<<static_cast<unsigned>(num_blocks),
-                                          kElementwiseThreads,
-                                          0,
-                                          c10::cuda::getCurrentCUDAStream(device.index())>>>(job);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_kernel(elementwise_kernel<Operation, kWidth, Job>,
+                {static_cast<unsigned>(num_blocks), kElementwiseThreads},
+                c10::cuda::getCurrentCUDAStream(device.index()),
+                job);
 }
 
 // Launches on the current stream of `device`, in packs of kVectorBytes if `is_packable`.

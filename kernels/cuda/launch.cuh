@@ -8,11 +8,13 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <utility>
 
-// Helpers of every launch: device attributes, alignment of arrays, and dispatch on the element
-// type.
+// Helpers of every launch: device attributes, alignment of arrays, dispatch on the element type,
+// and the launch itself.
 namespace weft::kernels::cuda {
 
 inline int attribute(cudaDeviceAttr name, c10::Device device) {
@@ -45,6 +47,27 @@ void visit_storage(detail::StorageType type, const Visit& visit) {
     case detail::StorageType::kFloat16:
       return visit.template operator()<c10::Half>();
   }
+}
+
+struct LaunchShape {
+  dim3 num_blocks;
+  dim3 num_threads;  // of a block
+  size_t dynamic_shared_bytes = 0;
+};
+
+// Launches a kernel on `stream`; throws c10::Error if CUDA refuses. A call, not <<<>>>, so that any
+// C++ compiler can read these files: see tests/support/cuda_emulator.
+template <typename... Params, typename... Arguments>
+void launch_kernel(void (*kernel)(Params...),
+                   const LaunchShape& shape,
+                   cudaStream_t stream,
+                   Arguments&&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.num_blocks;
+  config.blockDim = shape.num_threads;
+  config.dynamicSmemBytes = shape.dynamic_shared_bytes;
+  config.stream = stream;
+  C10_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
 }
 
 }  // namespace weft::kernels::cuda

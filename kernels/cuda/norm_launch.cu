@@ -1,4 +1,5 @@
 #include "block_reduce.cuh"
+#include "dynamic_shared.cuh"
 #include "norm_launch.h"
 #include "norm_rows.cuh"
 #include "vector_access.cuh"
@@ -93,12 +94,11 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Nor
                                                                        void* partial_sums) {
   using Scalar = ScalarOf<Storage>;
   __shared__ Scalar shared[kWarpSize];
-  extern __shared__ __align__(16) char dynamic_shared[];
   const int64_t step = static_cast<int64_t>(blockDim.x) * kWidth;
   const int64_t num_packs = job.row_size / kWidth;
   const Scalar size = static_cast<Scalar>(job.row_size);
   Scalar* segment = static_cast<Scalar*>(partial_sums) + blockIdx.x * num_params * job.row_size;
-  Scalar* sums = sums_are_shared ? reinterpret_cast<Scalar*>(dynamic_shared) : segment;
+  Scalar* sums = sums_are_shared ? static_cast<Scalar*>(dynamic_shared_memory()) : segment;
   const int64_t stride = sums_are_shared ? num_packs : 1;    // between elements of a pack
   const int64_t pack_stride = sums_are_shared ? 1 : kWidth;  // between packs
   for (int64_t i = threadIdx.x; i < num_params * job.row_size; i += blockDim.x) sums[i] = 0;
@@ -194,10 +194,11 @@ int64_t bytes_of_sums(const NormBackwardJob& job, int num_params) {
 
 template <typename Storage, typename Params, int kWidth>
 void run_forward(const NormForwardJob& job, c10::Device device, cudaStream_t stream) {
-  const auto num_blocks = static_cast<unsigned>(num_blocks_of(job, device));
-  norm_forward_kernel<Storage, Params, kWidth>
-      <<<num_blocks, static_cast<unsigned>(threads_of(job)), 0, stream>>>(job);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_kernel(
+      norm_forward_kernel<Storage, Params, kWidth>,
+      {static_cast<unsigned>(num_blocks_of(job, device)), static_cast<unsigned>(threads_of(job))},
+      stream,
+      job);
 }
 
 template <typename Storage, typename Params, int kWidth>
@@ -221,21 +222,24 @@ void run_backward(const NormBackwardJob& job,
   const auto shared_bytes = static_cast<size_t>(sums_are_shared ? sums_bytes : 0);
   C10_CUDA_CHECK(cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(max_shared_bytes)));
-  kernel<<<static_cast<unsigned>(num_blocks),
-           static_cast<unsigned>(threads_of(job)),
-           shared_bytes,
-           stream>>>(job, num_params, sums_are_shared, partial_sums);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_kernel(
+      kernel,
+      {static_cast<unsigned>(num_blocks), static_cast<unsigned>(threads_of(job)), shared_bytes},
+      stream,
+      job,
+      num_params,
+      sums_are_shared,
+      partial_sums);
   if (num_params == 0) return;
   const int64_t num_columns = num_params * job.row_size;
-  sum_blocks_kernel<Scalar><<<static_cast<unsigned>((num_columns + kWarpSize - 1) / kWarpSize),
-                              dim3(kWarpSize, kWarpSize / 4),
-                              0,
-                              stream>>>(static_cast<const Scalar*>(partial_sums),
-                                        static_cast<Scalar*>(sums),
-                                        num_blocks,
-                                        num_columns);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  launch_kernel(sum_blocks_kernel<Scalar>,
+                {static_cast<unsigned>((num_columns + kWarpSize - 1) / kWarpSize),
+                 dim3(kWarpSize, kWarpSize / 4)},
+                stream,
+                static_cast<const Scalar*>(partial_sums),
+                static_cast<Scalar*>(sums),
+                num_blocks,
+                num_columns);
 }
 
 struct Forward {

@@ -13,7 +13,7 @@
 namespace weft::kernels::testing {
 namespace {
 
-enum class Layout { kContiguous, kTransposed, kSliced };
+enum class Layout { kContiguous, kTransposed, kSliced, kOffset };
 
 struct Case {
   at::ScalarType type;
@@ -28,6 +28,7 @@ std::string case_name(const ::testing::TestParamInfo<Case>& info) {
   for (const int64_t size : c.shape) name.append("_").append(std::to_string(size));
   name += c.layout == Layout::kContiguous ? ""
           : c.layout == Layout::kSliced   ? "_sliced"
+          : c.layout == Layout::kOffset   ? "_offset"
                                           : "_transposed";
   return name;
 }
@@ -44,6 +45,7 @@ std::vector<Case> all_cases() {
       }
       cases.push_back({type, activation, {8, 171}, Layout::kTransposed});
       cases.push_back({type, activation, {8, 171}, Layout::kSliced});
+      cases.push_back({type, activation, {8, 171}, Layout::kOffset});
     }
   }
   return cases;
@@ -57,8 +59,12 @@ at::Tensor random(const Case& c) {
   switch (c.layout) {
     case Layout::kTransposed:
       return finish(at::randn({shape[1], shape[0]}, at::kDouble)).t();
-    case Layout::kSliced:  // starts one element into its rows, so vector loads are not aligned
+    case Layout::kSliced:
       return finish(at::randn({shape[0], shape[1] + 2}, at::kDouble)).narrow(1, 1, shape[1]);
+    case Layout::kOffset:  // contiguous, but not aligned for vector loads
+      return finish(at::randn({shape[0] * shape[1] + 1}, at::kDouble))
+          .narrow(0, 1, shape[0] * shape[1])
+          .view(shape);
     case Layout::kContiguous:
       break;
   }

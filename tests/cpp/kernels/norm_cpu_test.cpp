@@ -1,7 +1,8 @@
-// The norms' kernels on the CPU: every instruction set, several numbers of threads, and errors.
-// tests/ops/test_norms.py compares values and gradients with torch.
+// The norms' kernels on the CPU: the suite, and every instruction set, several numbers of threads,
+// and errors.
 #include "instruction_sets.h"
 #include "norm_job.h"
+#include "norm_suite.h"
 
 #include <weft/kernels/norm.h>
 
@@ -12,6 +13,15 @@
 #include <vector>
 
 namespace weft::kernels::testing {
+
+norm::KernelsUnderTest norm::kernels_under_test() {
+  return {.device = c10::DeviceType::CPU,
+          .available = true,
+          .unavailable_reason = "",
+          .forward = cpu::norm_forward,
+          .backward = cpu::norm_backward};
+}
+
 namespace {
 
 constexpr int64_t kRows = 37;

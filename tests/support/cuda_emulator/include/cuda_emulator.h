@@ -1,0 +1,99 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+
+// Runs CUDA kernels on the CPU, to test them where there is no GPU.
+//
+// A launch runs at once, its blocks one after another. The threads of a block are fibres of the
+// calling thread: a fibre runs until it ends or waits for others, at a barrier or at a shuffle. A
+// warp runs until all of its threads wait at the block's barrier or have ended; then another warp
+// runs. So between two barriers one warp sees nothing, or everything, that another warp does, which
+// is what a missing barrier lets happen; the order of warps and of lanes decides which. Shared
+// memory is filled with bytes of 0xFF, NaN in every floating type, before each block.
+//
+// The emulator does not model: caches and memory ordering, several blocks at a time, registers and
+// occupancy, rounding of CUDA's own exp and erf. Out-of-bounds and misaligned accesses are found by
+// the address and undefined-behaviour sanitizers, with which kernels are to be compiled.
+//
+// One thread of the process may use it at a time.
+namespace weft::cuda_emulator {
+
+struct Dims {
+  constexpr Dims(unsigned x_size = 1, unsigned y_size = 1, unsigned z_size = 1)
+      : x(x_size), y(y_size), z(z_size) {}
+  unsigned x;
+  unsigned y;
+  unsigned z;
+};
+
+// The limits of a device, from the table of compute capabilities in the CUDA programming guide.
+struct Device {
+  const char* name;
+  int num_multiprocessors;
+  int shared_bytes_per_block;  // with cudaFuncAttributeMaxDynamicSharedMemorySize
+  int shared_bytes_per_multiprocessor;
+};
+
+// Few multiprocessors, so that loops over the grid run more than once.
+inline constexpr Device kSm80{"sm_80", 3, 163 * 1024, 164 * 1024};
+inline constexpr Device kSm90{"sm_90", 3, 227 * 1024, 228 * 1024};
+inline constexpr Device kSm100{"sm_100", 3, 227 * 1024, 228 * 1024};
+
+enum class Order { kForward, kReverse, kRandom };  // of a block's warps and of a warp's lanes
+
+struct Settings {
+  Device device = kSm90;
+  Order order = Order::kForward;
+  uint64_t seed = 0;  // of kRandom
+};
+
+// The settings of later launches.
+Settings& settings();
+
+// What a kernel must not do: too large a launch, a barrier or shuffle that not all threads reach,
+// an access to shared memory beyond what was asked for.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+struct Launch {
+  const void* kernel;
+  Dims grid_size;
+  Dims block_size;
+  std::size_t shared_bytes;  // dynamic
+};
+
+// Runs `thread` once for each thread of the grid.
+// Throws Error; results are undefined then.
+void launch(const Launch& launch, const std::function<void()>& thread);
+
+// Allows a kernel's launches that many bytes of dynamic shared memory, beyond the 48 KiB of all.
+// Throws Error if the device has less.
+void allow_shared_bytes(const void* kernel, int num_bytes);
+
+// ---- for kernels -----------------------------------------------------------------------------
+
+struct Indices {
+  Dims thread;
+  Dims block;
+  Dims block_size;
+  Dims grid_size;
+};
+
+// The indices of the thread that runs.
+const Indices& current();
+
+void sync_block();
+
+// Writes the value of the thread whose lane is this one's XOR `lane_mask` to `result`. All lanes
+// of the warp must call it, with a full `mask`.
+void shuffle_xor(
+    unsigned mask, const void* value, void* result, std::size_t num_bytes, int lane_mask);
+
+void* dynamic_shared_memory();
+
+}  // namespace weft::cuda_emulator
