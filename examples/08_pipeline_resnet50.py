@@ -2,7 +2,7 @@
 
     python examples/08_pipeline_resnet50.py [--schedule zero_bubble] [--micro-batches 4] [--picture timeline.svg]
 
-The model is torchvision's, unchanged; its own forward runs on both ranks, each with its own layers. The images are
+The model is torchvision's, unchanged; its forward runs on both ranks, and each computes the layers of its stage. The images are
 random. Exits with 1 if a loss differs from that of the unsplit model. Speeds: benchmarks/.
 """
 
@@ -60,12 +60,13 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
         timeout=datetime.timedelta(minutes=5),
     )
     torch.manual_seed(0)
-    # Residual branches start at zero; otherwise batch norms over so few pixels amplify rounding to 3 % in one step.
+    # Residual branches start at zero. Otherwise batch norms over so few pixels amplify rounding errors, and losses differ
+    # by 3 % after one step.
     model = resnet50(num_classes=NUM_CLASSES, zero_init_residual=True)
     batch = torch.randn(BATCH, 3, SIZE, SIZE), torch.randint(0, NUM_CLASSES, (BATCH,))
     full_model = copy.deepcopy(model) if rank == 0 else None
 
-    # All ranks need the same cuts: those that the first rank has measured.
+    # All ranks need the same cuts, and their measured times differ: use those of the first rank.
     micro_batch = tuple(tensor[: BATCH // arguments.micro_batches] for tensor in batch)
     cuts = [balanced_cuts(profile_layers(model, micro_batch, lambda b: loss_of(model, b)), NUM_STAGES)]
     dist.broadcast_object_list(cuts)

@@ -27,7 +27,7 @@ inline int num_multiprocessors(c10::Device device) {
   return attribute(cudaDevAttrMultiProcessorCount, device);
 }
 
-// Returns whether all pointers are aligned to kVectorBytes. Null pointers are.
+// Returns whether all pointers are multiples of kVectorBytes; a null pointer is one.
 inline bool is_vector_aligned(std::initializer_list<const void*> pointers) {
   uintptr_t bits = 0;
   for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
@@ -55,8 +55,8 @@ struct LaunchShape {
   size_t dynamic_shared_bytes = 0;
 };
 
-// Launches a kernel on `stream`; throws c10::Error if CUDA refuses. A call, not <<<>>>, so that any
-// C++ compiler can read these files: see tests/support/cuda_emulator.
+// Launches a kernel on `stream`; throws c10::Error if the launch fails. A call, not <<<>>>, so that
+// any C++ compiler can read these files: see tests/support/cuda_emulator.
 template <typename... Params, typename... Arguments>
 void launch_kernel(void (*kernel)(Params...),
                    const LaunchShape& shape,

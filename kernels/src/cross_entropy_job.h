@@ -31,7 +31,7 @@ struct CrossEntropyTargets {
   }
 };
 
-// The statistics are four scalars per row: the largest logit m, the sum of exp(logit - m), the
+// The statistics are four scalars per row: the largest logit, the sum of exp(logit - largest), the
 // target's logit, and the sum of the logits.
 struct CrossEntropyStatisticsJob {
   StorageType type;  // of the logits
@@ -44,7 +44,8 @@ struct CrossEntropyStatisticsJob {
   void* statistics = nullptr;
 };
 
-// With p = exp(logit - largest - log_sum):
+// With p = exp(logit - largest - log_sum), where `largest` and log_sum, the logarithm of the sum of
+// exp(logit - largest), are over the classes of all shards:
 //
 //   grad_logit = grad_loss * (p - smoothing / num_classes - (1 - smoothing) [at the target])
 //

@@ -20,13 +20,13 @@ class LoaderState(NamedTuple):
 
     rank: the global rank.
     data_rank: the rank in the data group; ranks with equal data ranks get the same batches.
-    pipeline_stage: the rank in the pipeline's group; 0 without a pipeline.
-    numbers: the numbers that are compared, such as a length; the caller defines their meaning.
+    pipeline_rank: the rank in the pipeline's group; 0 without a pipeline.
+    numbers: what is compared, such as a length; the caller defines the meaning.
     """
 
     rank: int
     data_rank: int
-    pipeline_stage: int
+    pipeline_rank: int
     numbers: tuple[int, ...]
 
 
@@ -50,7 +50,7 @@ def gather(state: LoaderState, groups: Iterable[dist.ProcessGroup], device: torc
     Collective over each group in turn: all ranks pass equally many numbers.
     """
     values = torch.tensor(
-        [state.rank, state.data_rank, state.pipeline_stage, *state.numbers], dtype=torch.int64, device=device
+        [state.rank, state.data_rank, state.pipeline_rank, *state.numbers], dtype=torch.int64, device=device
     )
     num_values = values.numel()
     for group in groups:
@@ -70,7 +70,7 @@ def check_equal_states(
     advice: str,
     key: Callable[[tuple[int, ...]], Any] = lambda numbers: numbers,
 ) -> None:
-    """Raise ValueError if ranks that run every batch together have different keys.
+    """Raise ValueError if ranks that run every batch together differ in `key` of their numbers.
 
     These are the ranks of a tensor-parallel group, the stages of a pipeline and, if `exchanged` is not None,
     data-parallel ranks.
@@ -78,14 +78,14 @@ def check_equal_states(
     Args:
         states: of all ranks that call this, in one order, so that either all ranks raise or none.
         exchanged: the tensors that data-parallel ranks exchange in every batch, such as "gradients"; None: they
-            exchange nothing, and may have different keys.
+            exchange nothing, and may differ.
         describe: returns a text on a rank's numbers, such as "has 5 batches".
         loader_name: the subject of the error, such as "the training loader".
         advice: the remedy in the error.
         key: returns the value that must be equal, from a rank's numbers; by default the numbers themselves.
     """
     reasons: list[tuple[Callable[[LoaderState], object], str]] = [
-        (lambda s: (s.data_rank, s.pipeline_stage), "the ranks of a tensor-parallel group must get the same batches"),
+        (lambda s: (s.data_rank, s.pipeline_rank), "the ranks of a tensor-parallel group must get the same batches"),
         (lambda s: s.data_rank, "the stages of a pipeline must get the same batches"),
     ]
     if exchanged is not None:

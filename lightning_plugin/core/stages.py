@@ -38,7 +38,7 @@ class Stages:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Return this rank's group along the axis pipeline_parallel: the ranks that have all stages together."""
+        """Return this rank's group along the axis pipeline_parallel: the ranks that together have all stages."""
         group: dist.ProcessGroup = self._engine.mesh.get_group(PIPELINE_AXIS)
         return group
 
@@ -46,7 +46,7 @@ class Stages:
         """Return the pipeline; raises RuntimeError before a model has been divided."""
         if self.pipeline is None:
             raise RuntimeError(
-                f"{self._engine.name} has no model in stages; pass pipeline_cuts=[...], and set up a model with it."
+                f"{self._engine.name} has no model in stages; pass it pipeline_cuts=[...], and set up a model with it."
             )
         return self.pipeline
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// The large headers that nearly every file of this layer and of its tests includes, precompiled.
+// The large torch headers that many files of this layer and of its tests include, precompiled.
 // Files still include what they use.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -13,14 +13,15 @@
 
 namespace weft::ops {
 
-// Returns x weightᵀ, [..., out], summed over `group`.
+// Returns x @ weightᵀ, [..., out], summed over `group`.
 at::Tensor reduced_linear(std::string_view op,
                           const at::Tensor& x,
                           const at::Tensor& weight,
                           const ProcessGroupPtr& group);
 
-// Starts the sum of grad weight [+ second_grad second_weight], [..., in], over `group`: see
-// start_all_reduce_from_writer. The second pair may be undefined.
+// Starts the all-reduce over `group` of the product grad @ weight [+ second_grad @ second_weight],
+// [..., in], the gradient of a layer's input: see start_all_reduce_from_writer. The second pair may
+// be undefined.
 std::pair<at::Tensor, PendingCollective> start_reduced_input_product(
     std::string_view op,
     const ProcessGroupPtr& group,

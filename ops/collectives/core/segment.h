@@ -23,11 +23,13 @@ struct SegmentAddress {
   static SegmentAddress parse(const std::string& text);
 };
 
-// Move-only. A forked child does not have the mapping, so a data loader worker does not keep the
-// memory alive. Ranks that are threads of the creating process share its mapping.
+// The shared memory of a group on one host, which all its ranks map. Move-only. A forked child does
+// not have the mapping, so a data loader worker does not keep the memory alive. Ranks that are
+// threads of the creating process share its mapping.
 class Segment {
  public:
-  // Returns zeroed memory of `num_bytes`; untouched pages are not backed by memory.
+  // Returns memory of `num_bytes`, zeroed except for the nonce in its first eight bytes; untouched
+  // pages are not backed by memory.
   // Errors: std::system_error.
   static Segment create(size_t num_bytes);
   // Errors: std::system_error if the process has ended or may not be accessed; std::runtime_error
@@ -57,11 +59,11 @@ class Segment {
   int descriptor_ = -1;
 };
 
-// Returns the identity of this process's host. A host is a set of processes that can open each
-// other's memory; its identity is the running kernel, the PID and network namespaces and the user.
-// The environment variable WEFT_HOST_ID replaces the identity unless it is empty.
-// Errors: std::system_error if the identity cannot be read now, for example with too many open
-// files.
+// Returns the identity of this process's host. A host is a set of processes with one identity,
+// which can open each other's memory: the identity is the running kernel, the PID and network
+// namespaces and the user. The environment variable WEFT_HOST_ID replaces the identity unless it is
+// empty. Errors: std::system_error if the identity cannot be read now, for example with too many
+// open files.
 std::string host_identity();
 
 }  // namespace weft::collectives

@@ -157,12 +157,13 @@ def _check_module(name: str, module: nn.Module, mode: str, offload: bool) -> Non
     if state is not None and state.is_layer_of_fused:
         raise ValueError(
             f"checkpoint_activations: {shown} is a layer of a fused MLP, which never calls it; name the MLP, or "
-            "give its rule in the plan recompute."
+            "set recompute in the rule of the MLP."
         )
     if isinstance(module, CheckpointedModule) and module.checkpoint_mode != (mode, offload):
         raise ValueError(
-            f"checkpoint_activations: {shown} has a {module.checkpoint_mode[0]} checkpoint already; give it the same "
-            "again, or build the model anew."
+            f"checkpoint_activations: {shown} has a {module.checkpoint_mode[0]} checkpoint "
+            f"{'with' if module.checkpoint_mode[1] else 'without'} offload already; give it the same again, or build the "
+            "model anew."
         )
     offloaded = next((n for n, m in module.named_modules(prefix=name) if isinstance(m, OffloadedModule)), None)
     if offloaded is not None:
@@ -207,11 +208,12 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
     # torch.compile does not support a context_fn that does nothing.
     options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
 
-    # No parameter of `run` has a name that torch_checkpoint.checkpoint takes as an option. The last of `args` are the
-    # keyword arguments called `names`: save_on_cpu offloads only tensors that are positional arguments.
-    def run(self: nn.Module, lengths: Any, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:
+    # No parameter of `run` has a name that torch_checkpoint.checkpoint takes as an option. The last len(names) entries of
+    # `args` are the tensors among the keyword arguments, and `names` has their names: save_on_cpu offloads only tensors
+    # that are positional arguments.
+    def run(self: nn.Module, make_lengths_context: Any, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:
         num_args = len(args) - len(names)
-        with contextlib.nullcontext() if lengths is None else lengths():
+        with contextlib.nullcontext() if make_lengths_context is None else make_lengths_context():
             return own_forward(self, *args[:num_args], **kwargs, **dict(zip(names, args[num_args:], strict=True)))
 
     @functools.wraps(own_forward)
@@ -229,7 +231,7 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
 
 
 def _lengths_context(module: nn.Module) -> Any:
-    """Return a context manager for the recomputation that restores the sequence lengths of the forward.
+    """Return a function that makes a context manager, which sets the sequence lengths of this forward again.
 
     None: there are no lengths, or the module is the first block of its list and sets them itself.
     """

@@ -15,8 +15,8 @@ def in_precision(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a parallelized module's forward that computes in `precision` of the module's state.
 
     Floating tensors among the arguments are cast to that dtype, parameters when they are read. Floating results are
-    cast back to the dtype of the first floating argument, unless there is none, or autocast, which accepts any dtype,
-    is on. Inside the forward, autocast is off.
+    cast back to the dtype of the first floating argument. Without such an argument, and under autocast, which casts the
+    inputs of later layers itself, they keep `precision`. Inside the forward, autocast is off.
     """
 
     @functools.wraps(forward)

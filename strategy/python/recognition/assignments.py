@@ -23,8 +23,9 @@ class Assignment:
     mlp, activation, recompute: of a fused MLP, whose forward one operator replaces.
     fused_into: for a layer of a fused MLP, the name of the MLP.
     rule: the pattern that gave the style, or "auto".
-    container: for column and row layers, the module in whose forward they exchange shards; called from other code,
-        they take and return full tensors. None: they exchange shards in all calls.
+    container: for column and row layers, the module in whose forward the shards that a column layer returns go to a
+        row layer without a gather; called from other code, the layers take and return full tensors. None: they take
+        and return shards in all calls.
     watched: the attributes of a fused MLP that must keep their values.
     """
 
@@ -41,7 +42,7 @@ class Assignment:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How one module computes, by the rule of the pattern `rule`. `precision`: a dtype's name, or ""."""
+    """The options that a rule gives to one module. `rule`: its pattern; `precision`: the name of a dtype, or ""."""
 
     recompute: bool = False
     offload: bool = False
@@ -53,8 +54,8 @@ class Options:
         return ", ".join(parts + [f"precision {self.precision}"] * bool(self.precision))
 
 
-# The shapes of the tensors with which a module is known to be called. None, where allowed: it is called with arguments
-# other than one tensor.
+# The shapes of the tensors with which a module is known to be called; empty: unknown. `InputShapes | None`: None if it
+# is called with arguments other than one tensor.
 InputShapes = Sequence[tuple[int, ...]]
 _EXPOSED = (
     "it keeps tensors in attributes, which have one rank's features now; code outside of the model that reads them "
@@ -66,8 +67,8 @@ _EXPOSED = (
 class Assignments:
     """The styles of one model's modules, and all else that a plan decides about them, by the names of the modules.
 
-    heads: by (module, attribute), a rank's value of an attribute that counts heads by a rule; it stays set.
-    counts: by module, a rank's values of attributes, which are set only while the module's forward runs.
+    heads: by (module, attribute), a rank's value of an attribute that the option `heads` of a rule names; it stays set.
+    counts: by module, a rank's values of attributes; they are set only while the module's forward runs.
     dropouts: by the name of an nn.Dropout, the dims along which its input is sharded.
     options: of modules whose rule has some, except the recompute of a fused MLP, which is an option of its operator.
     unread_aliases: names of parameters that their module holds and does not read; they are sharded as in the module

@@ -46,18 +46,19 @@ def group_name_of(mesh: DeviceMesh) -> str:
 
 
 def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bool]:
-    """Return a DTensor with this rank's shard of `tensor` along `dim`, a copy; `dim` None: replicated, without one.
+    """Return a DTensor of `tensor`: sharded along `dim` (a copy of this rank's shard); None: replicated (no copy).
 
     The second result: whether a deferred tensor had to be materialized in full to make a shard of it.
     """
     num_ranks = mesh.size()
     is_sharded = dim is not None and num_ranks > 1
-    is_drawn_in_chunks = True
+    was_full = False
     local = full_value_of(tensor) if is_deferred(tensor) and not is_sharded else tensor.detach()
     if dim is not None and is_sharded:
         start, length = shard_range(tensor.shape[dim], num_ranks, mesh.get_local_rank())
         if is_deferred(tensor):
             local, is_drawn_in_chunks = shard_of(tensor, dim, start, length)
+            was_full = not is_drawn_in_chunks
         else:
             local = local.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
         stride = torch.empty(tensor.shape, device="meta").stride()
@@ -65,11 +66,11 @@ def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, 
         stride = tensor.stride()
     placement = Replicate() if dim is None else Shard(dim)
     dtensor = DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=stride)
-    return dtensor, not is_drawn_in_chunks
+    return dtensor, was_full
 
 
 def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tuple[nn.Parameter, bool]:
-    """Return a Parameter with the DTensor of a plain one: sharded along `dim`, or replicated if that is None.
+    """Return a Parameter with the values of a plain one as a DTensor: sharded along `dim`, or replicated if that is None.
 
     Shards follow torch.chunk (the last ones smaller or empty). Attributes set on the parameter, requires_grad and the
     gradient are kept; a meta tensor stays meta. The second result: whether a deferred parameter had to be materialized

@@ -21,7 +21,7 @@ from weft.strategy.verification.samples import Sample, samples_for
 from weft.strategy.verification.weightless import Layers, Weightless
 
 _MAX_CALLS = 2  # recorded calls of a module in one run
-_MAX_ALIKE = 5  # recorded calls, in one run, of modules that differ only in index attributes and get like arguments
+_MAX_ALIKE = 5  # recorded calls, in one run, of modules that differ only in index attributes, by kind of arguments
 _SCALES = (1.0, 3.0)  # standard deviations of the layers' outputs in the two runs
 _MAX_DEPTH = 4  # levels of modules that are called by themselves
 
@@ -50,7 +50,7 @@ class Call:
 
 @dataclasses.dataclass
 class Rehearsal:
-    """The results of the runs.
+    """The results of running a model without weights, in train mode and in eval mode.
 
     calls: the recorded calls, by the id of a module.
     like: for a module without recorded calls, the id of one that differs from it only in index attributes, such as
@@ -93,7 +93,7 @@ def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
     if example is not None and "" in result.why_not:
         raise ValueError(
             f"plan: {type(model).__name__} cannot be called with the example ({result.why_not['']}); give arguments "
-            "that its forward takes, or leave the example out; a LightningModule without a forward needs one, such as "
+            "that its forward takes, or leave the example out; a LightningModule without a forward must define one, such as "
             "def forward(self, x): return self.model(x)."
         )
     return result
@@ -102,7 +102,7 @@ def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
 def _rehearse_modules(result: Rehearsal, module: nn.Module, name: str, example: Sample | None, depth: int) -> None:
     layers = Layers.of(module)
     if not (layers.linears or layers.others) or id(module) in (*layers.linears, *layers.others):
-        return  # no layers inside, or itself a layer: its calls are recorded in those of other modules
+        return  # no layers inside, or itself a layer, whose output is drawn at random: there is no other code
     reason = _try(result, module, example)
     if reason is None:
         result.covered.update(map(id, module.modules()))
@@ -118,7 +118,7 @@ def _rehearse_modules(result: Rehearsal, module: nn.Module, name: str, example: 
 
 
 def _try(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | None:
-    """Run a module in both modes. Returns None on success, the reason on failure, "" without arguments for a call."""
+    """Run a module in both modes. Returns None on success, the reason on failure, "" if no call of it is known."""
     pairs: Iterable[tuple[Sample, Sample]] = samples_for(module) if example is None else ((example, example),)
     reason = ""
     for pair in pairs:

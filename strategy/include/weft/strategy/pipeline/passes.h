@@ -8,12 +8,13 @@ namespace weft::strategy {
 
 // Passes that transform schedules. merge_backwards, then add_communication, then add_unshards turn
 // a generated or hand-written schedule of compute actions into one that ranks can execute. All
-// throw std::invalid_argument if check(), with a channel capacity of 0, rejects their input.
+// throw std::invalid_argument if check(), with a channel capacity of 0, rejects their input; so
+// add_unshards may reject the result of add_communication with a larger capacity.
 
 struct CommunicationOptions {
-  // Messages of a channel (one boundary, one direction) that may be sent before their receives are
-  // posted; with 0, a send blocks until its receive is posted. The result does not deadlock on
-  // channels of this capacity or more.
+  // The number of messages of a channel (one boundary, one direction) that may be sent before their
+  // receives are posted; with 0, a send blocks until its receive is posted. The result does not
+  // deadlock on channels of this capacity or more.
   int64_t channel_capacity = 0;
   // By how many compute actions a receive is posted ahead of the action that needs it. With 1, the
   // message is in flight while the rank computes, at the cost of one more message in memory.
@@ -27,9 +28,8 @@ Schedule add_communication(const Schedule& schedule, const CommunicationOptions&
 
 // Adds UNSHARD before a stage's compute actions and RESHARD after them, such that a rank never
 // holds the unsharded parameters of more than `max_unsharded` stages at once. Below that limit, a
-// rank unshards the next stage one compute action early. At the limit, it first reshards the stage
-// whose next use is the latest.
-// REQUIRES: no UNSHARD yet; max_unsharded >= 1.
+// rank unshards the stage of its next compute action before the current one. At the limit, it first
+// reshards the stage whose next use is the latest. REQUIRES: no UNSHARD yet; max_unsharded >= 1.
 Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded = 2);
 
 // Merges the halves of a split backward into a full backward if they are adjacent and the gradient
