@@ -4,10 +4,11 @@
 
 Each run starts fresh ranks with one thread each, creates a group of each backend, and takes samples of both in turn
 after a barrier; a sample counts its slowest rank. A run's figure is the median of its samples; the median of the runs
-is reported. In `memcpy` all ranks copy as many bytes as the call has, at the same time: no all-reduce can read its
-input and write its result faster. But a rank that shares its processor with others makes many such copies in one time
-slice, with the caches to itself; so `memcpy_in_step` has a barrier after each copy, because a collective synchronizes
-the ranks, too. A reduce-scatter is also compared with weft's all-reduce of as many bytes, sampled in turn with it.
+is reported. An all-reduce is also compared with copies. In `memcpy` all ranks copy a tensor of its size at the same
+time: no all-reduce can read its input and write its result faster. But a rank that shares its processor with others
+makes many copies in one time slice, with the caches to itself. So `memcpy_in_step` has a barrier after each copy, to
+synchronize the ranks as a collective does. A reduce-scatter is also compared with weft's all-reduce of as many bytes,
+sampled in turn with it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import weft  # noqa: F401  (registers the backend)
 KIB, MIB = 1024, 1024 * 1024
 SIZES = (4 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 32 * MIB)
 CALLS = ("all_reduce", "reduce_scatter", "all_gather", "send_recv")
-# The least ratio gloo / weft that --check requires: number of ranks -> call -> size -> ratio.
+# The least ratio of seconds gloo / weft that --check requires: number of ranks -> call -> size -> ratio.
 _MIN_RATIOS_ABOVE_TWO_RANKS = {
     "all_reduce": {4 * KIB: 15.0, 256 * KIB: 15.0, 4 * MIB: 4.0},
     "all_gather": {256 * KIB: 5.0},
@@ -42,13 +43,13 @@ MIN_RATIOS = {
     8: _MIN_RATIOS_ABOVE_TWO_RANKS,
 }
 MAX_REDUCE_SCATTER = {"small": 1.1, "large": 0.8}  # relative to weft's all-reduce; large is from 1 MiB up
-MAX_MEMCPY = 3.0  # an all-reduce of 4 MiB over memcpy_in_step and, if each rank has its own processor, over memcpy
+MAX_MEMCPY = 3.0  # all-reduce of 4 MiB relative to memcpy_in_step; if each rank has a processor, also to memcpy
 _SAMPLE_SECONDS = 0.03  # approximately
 _NUM_SAMPLES = 7
 
 
 def call_of(name: str, num_bytes: int, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Return a call whose larger tensor, or message, has `num_bytes` of float32."""
+    """Return a call of `name` whose full tensor, or whose message, has `num_bytes` of float32."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     full = torch.zeros(num_bytes // 4)
     shard = torch.zeros(num_bytes // 4 // num_ranks)
@@ -60,7 +61,7 @@ def call_of(name: str, num_bytes: int, group: dist.ProcessGroup) -> Callable[[],
         return lambda: dist.all_gather_into_tensor(full, shard, group=group)
 
     def ping_pong() -> None:
-        """Send from rank 0 to rank 1 and back; the time includes both ways."""
+        """Send from rank 0 to rank 1 and back; other ranks do nothing. The time includes both messages."""
         if rank == 0:
             dist.send(full, 1, group=group)
             dist.recv(full, 1, group=group)
@@ -77,7 +78,7 @@ def _copy_in_step(target: torch.Tensor, source: torch.Tensor, group: dist.Proces
 
 
 def measure(sizes: list[int]) -> list[dict[str, Any]]:
-    """Return the rows of one run, in seconds per call; collective."""
+    """Return the rows of one run, with the median seconds per call of each side; collective."""
     groups = {"gloo": dist.group.WORLD, "weft": dist.new_group(backend="cpu:weft")}
     rows = []
     for name in CALLS:
@@ -89,7 +90,7 @@ def measure(sizes: list[int]) -> list[dict[str, Any]]:
                 candidates["memcpy_in_step"] = partial(_copy_in_step, target, source, groups["weft"])
             if name == "reduce_scatter":
                 candidates["all_reduce"] = call_of("all_reduce", num_bytes, groups["weft"])
-            # The ranks leave gloo's barrier up to milliseconds apart, which would distort short calls most.
+            # weft's barrier for both: ranks leave gloo's up to milliseconds apart, which would distort short calls.
             timed = partial(interleaved_seconds, candidates, barrier=partial(dist.barrier, group=groups["weft"]))
             trial = timed(num_samples=1, calls_per_sample=5, warm_up=3)
             # At least five calls, because the ranks do not leave the barrier at exactly the same time.
@@ -101,7 +102,7 @@ def measure(sizes: list[int]) -> list[dict[str, Any]]:
 
 
 def combine(num_ranks: int, runs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the medians over the runs, row by row, and the ratios."""
+    """Return, row by row, the medians over the runs: of the times, and of each run's ratios."""
     combined = []
     for same in zip(*runs, strict=True):
         row: dict[str, Any] = {"num_ranks": num_ranks, "call": same[0]["call"], "num_bytes": same[0]["num_bytes"]}

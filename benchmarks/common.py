@@ -36,7 +36,7 @@ class FeedForward(nn.Module):
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the facts that figures depend on: processor, cores, versions, date."""
+    """Return the facts that figures depend on: processor, cores, load, versions, date."""
     return {
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
@@ -49,7 +49,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def cuda_facts() -> dict[str, Any]:
-    """Return facts about the CUDA device, from another process: this one must not use CUDA before it forks."""
+    """Return facts about CUDA device 0, from nvidia-smi, because this process must not use CUDA before it forks."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
     name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
     return {"gpu": name, "driver": driver, "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
@@ -72,10 +72,10 @@ def run_on_ranks(
     With the backend "fake" only rank 0 runs; torch's fake process group stands in for the others.
 
     Args:
-        function: of a module's top level; its result on rank 0 must fit JSON.
+        function: its result on rank 0 must fit JSON.
         num_ranks: processes to start; they meet through a file, so no port is taken.
-        args: picklable.
-        timeout_seconds: for the whole call; the processes are killed when it has passed.
+        args: of the function; the processes are forked and inherit them.
+        timeout_seconds: for all ranks to finish; also the process group's timeout.
         backend: of the group.
 
     Returns:
@@ -83,10 +83,11 @@ def run_on_ranks(
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised; its traceback is in the text.
-        TimeoutError: the time has passed.
+        torch.multiprocessing.ProcessExitedException: a rank ended without an exception, such as by a signal.
+        TimeoutError: a rank had not finished after `timeout_seconds`; all are killed.
     """
     with tempfile.TemporaryDirectory(prefix="weft-benchmark-") as folder:
-        gc.freeze()  # the collectors of ranks do not write to the pages that they share with this process
+        gc.freeze()  # so that the ranks' garbage collectors do not copy pages that the ranks share with this process
         ranks = mp.start_processes(
             _rank_main,
             (num_ranks, Path(folder), timeout_seconds, backend, (function, args)),
@@ -147,8 +148,8 @@ def interleaved_seconds(
     """Return seconds per call of each candidate, sampled in turn, so that machine noise affects all equally.
 
     Collective over the default group. A sample starts after `barrier`, which should release all ranks at almost the
-    same time; it has `calls_per_sample` calls (a number for all candidates, or one for each) and counts the slowest
-    rank. The order of the candidates alternates.
+    same time. It has `calls_per_sample` calls (a number for all candidates, or one for each), and its time is that of
+    the slowest rank. Every second sample takes the candidates in reverse order.
     """
     for function in candidates.values():
         for _ in range(warm_up):

@@ -1,11 +1,11 @@
-"""The loss over a large vocabulary: memory and time of weft's losses, of torch's loss_parallel and of an unsharded one.
+"""The loss over a large vocabulary: memory and time of weft's losses, torch's loss_parallel and an unsharded loss.
 
     python benchmarks/cross_entropy.py --ranks 2 [--json] [--check]
 
 Each candidate computes the mean loss of hidden states and an output matrix, forward and backward. `peak` counts the
-bytes of CPU tensors on the rank with the most, as weft.memory counts them, without those that existed before (hidden
-states, targets and matrix) and without shared memory; `beside gradients` leaves out the gradients of hidden states
-and matrix, too. Times are medians of samples taken in turn.
+bytes of CPU tensors that weft.memory counts, on the rank with the most, without the tensors that existed before (hidden
+states, targets and matrices) and without shared memory; `beside gradients` leaves out the gradients of hidden states
+and matrix, too. Times are medians of samples taken in turn. The candidates are:
 
 - plain: every rank has the full matrix and F.cross_entropy of all logits;
 - loss_parallel: the matrix sharded as a DTensor, F.cross_entropy in torch's loss_parallel;
@@ -79,7 +79,7 @@ def candidates(vocab: int, tokens: int, dim: int) -> dict[str, Callable[[], Tens
 
 
 def measure(vocab: int, tokens: int, dim: int, num_samples: int) -> dict[str, Any]:
-    """Return each candidate's loss, seconds, and extra bytes at the peak, maxima over the ranks; collective."""
+    """Return each candidate's loss, milliseconds, and extra bytes at the peak, the most of any rank; collective."""
     weft.memory.track()
     steps = candidates(vocab, tokens, dim)
     rows = {}
@@ -103,7 +103,10 @@ def measure(vocab: int, tokens: int, dim: int, num_samples: int) -> dict[str, An
 
 
 def failures(rows: dict[str, Any], tokens: int) -> list[str]:
-    """Return the limits that are missed: the fused loss may hold a chunk of logits and some numbers per token."""
+    """Return the limits that are missed, one sentence each: on the fused loss's memory, and on all losses' values.
+
+    Beside the gradients, the fused loss may hold a chunk of logits and some numbers per token.
+    """
     limit = CHUNK_BYTES + 64 * tokens
     extra = rows["fused"]["beside_gradients"]
     violations = [] if extra <= limit else [f"fused: {extra} bytes beside the gradients, wanted at most {limit}."]

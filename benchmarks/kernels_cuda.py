@@ -3,9 +3,9 @@
     python benchmarks/kernels_cuda.py [--json] [--check]
     python benchmarks/kernels_cuda.py --device cpu --tokens 256 --models tiny    # the same on a CPU
 
-A kernel's bytes are those that it must read and write once; its bandwidth is divided by that of `copy_` of as many
-bytes, measured in turn with it. The feed-forward is SwiGLU, forward and backward with gradients of input and weights,
-on one rank. Times are medians, of CUDA events on a GPU.
+A kernel's bytes are those that it must read and write once. Its bandwidth is divided by that of a `copy_` which reads
+and writes as many bytes in sum, measured in turn with the kernel. The feed-forward is SwiGLU, forward and backward with
+gradients of input and weights, on one rank. Times are medians; on a GPU, CUDA events measure them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMPILED_SHARE = 1.0  # the least ratio of torch.compile's time to weft's that -
 
 
 def kernels(tokens: int, dim: int, hidden: int, options: dict[str, Any]) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Return (elements read and written, call) for each kernel."""
+    """Return (number of elements read and written, call) for each kernel, by name."""
     h, g, up = (torch.randn(tokens, hidden, **options) for _ in range(3))
     x, y, z = (torch.randn(tokens, dim, **options) for _ in range(3))
     weight, bias = (torch.randn(dim, **options) for _ in range(2))
@@ -66,7 +66,7 @@ def kernels(tokens: int, dim: int, hidden: int, options: dict[str, Any]) -> dict
 
 
 def feed_forwards(tokens: int, dim: int, hidden: int, options: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """Return a call that runs forward and backward for each variant, all on the same values."""
+    """Return, for each variant, a call that runs its forward and backward; check that all give the same gradients."""
     x = torch.randn(tokens, dim, **options).requires_grad_()
     w1, w3 = (torch.randn(hidden, dim, **options).mul_(dim**-0.5).requires_grad_() for _ in range(2))
     w2 = torch.randn(dim, hidden, **options).mul_(hidden**-0.5).requires_grad_()

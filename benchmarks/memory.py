@@ -3,15 +3,15 @@
     python benchmarks/memory.py [--ranks 1 2 4 8] [--workloads feed_forward] [--columns weft] [--small] [--json]
                                 [--report FOLDER] [--simulate [--device cuda]] [--resident]
 
-Every row is a training run on fresh CPU ranks, whose tensors an allocator counts to the byte (docs/memory.md). Start-up
-is the time before the first training step, training is the rest; figures are those of the rank with the most. They are
-reported with the memory model's prediction and the ideal: the prediction for one rank, divided by the number of ranks.
-With --simulate only rank 0 runs, and torch's fake process group stands in for the others: the allocations of a rank do
-not depend on the values it receives. So one CUDA device shows the device memory of a rank of eight: the tensors and, as
-in the figures of Lightning's documentation on tensor parallelism, cuBLAS's workspaces (CUBLAS_WORKSPACE_CONFIG, the
-same for all columns), without the rank's host memory. Predictions are for CPU ranks, including shared memory, even for
-rows measured on other devices. The error of a row that fails is printed, the other rows are still measured, and the
-exit status is 1.
+Every row is a training run on fresh ranks. On CPU an allocator counts their tensors to the byte (docs/memory.md).
+Start-up is the time before the first training step, training is the rest; a figure is the largest of all ranks.
+Figures are reported with the memory model's prediction and the ideal: the prediction for one rank, divided by the
+number of ranks. With --simulate only rank 0 runs, and torch's fake process group stands in for the others: the
+allocations of a rank do not depend on the values it receives. So one CUDA device shows the device memory of a rank of
+eight: the tensors and, as in the figures of Lightning's documentation on tensor parallelism, cuBLAS's workspaces
+(CUBLAS_WORKSPACE_CONFIG, the same for all columns), without the rank's host memory. Predictions are for CPU ranks,
+including shared memory, even for rows measured on CUDA. The error of a row that fails is printed, the other rows are
+still measured, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import weft
 def measure(
     workload: str, configuration: str, small: bool, device: str, is_simulated: bool, resident: bool
 ) -> list[dict[str, Any]]:
-    """Train on this rank; return the peaks of all ranks. Collective."""
+    """Train on this rank; return the peaks of all ranks, if simulated only of this rank. Collective."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
@@ -47,7 +47,7 @@ def measure(
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(num_ranks))
     if resident:
-        train(workloads(True)[workload], CONFIGURATIONS[configuration], num_ranks)  # loads all code that a run needs
+        train(workloads(True)[workload], CONFIGURATIONS[configuration], num_ranks)  # the small model, to load all code
         gc.collect()
         weft.memory.reset_peak()
         before = resident_bytes("VmRSS") - weft.memory.current()
@@ -63,7 +63,7 @@ def measure(
 
 
 def resident_bytes(field: str) -> int:
-    """Return the resident bytes of this process as Linux counts them: "VmRSS" now, "VmHWM" at most."""
+    """Return the resident bytes of this process as Linux counts them: "VmRSS" now, "VmHWM" at the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
@@ -77,7 +77,7 @@ def row_of(
     simulate: bool = False,
     resident: bool = False,
 ) -> dict[str, Any]:
-    """Run one row; return the bytes of the rank with the most, and the predictions."""
+    """Run one row; return its largest peaks of any rank, the predictions, and the peaks of each rank."""
     backend = "fake" if simulate else "gloo" if configuration.startswith("stock") else "cpu:weft"
     ranks = run_on_ranks(
         measure, num_ranks, workload, configuration, small, device, simulate, resident, backend=backend
@@ -102,7 +102,7 @@ def row_of(
 
 
 def peak_bytes_of(usage: dict[str, int]) -> int:
-    """Return the total bytes of a peak: of all categories, or the allocated ones on CUDA (not the reserved ones)."""
+    """Return the total bytes of a peak: of all categories; on CUDA the allocated, not the reserved bytes."""
     return usage["allocated"] if "allocated" in usage else sum(usage.values())
 
 
@@ -139,7 +139,7 @@ def main() -> int:
     if args.device == "cuda" and args.small:
         parser.error("--small on cuda measures workspaces and rounding: leave it out.")
     if args.device == "cuda":
-        # The workspaces of the A100 of Lightning's figures; newer devices have larger ones by default.
+        # Lightning's figures are from an A100, whose workspaces have these sizes; newer devices default to larger ones.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     machine = machine_facts() | (cuda_facts() if args.device == "cuda" else {})
     report: dict[str, Any] = {

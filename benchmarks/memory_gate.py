@@ -1,7 +1,7 @@
 """Compares the memory that training takes, the rows of benchmarks/memory.py, with a golden file, to the byte.
 
-    python benchmarks/memory_gate.py                       # exit status 1 if anything differs, even if it is less,
-                                                           # or is not as the memory model predicts
+    python benchmarks/memory_gate.py                       # exit status 1 if a figure differs, even if it is lower,
+                                                           # or if the memory model does not predict it
     python benchmarks/memory_gate.py --update "REASON"     # store the measured figures; prints old -> new
 
 The golden file is for the version of torch that it names; with another version, and without --update, the exit status
@@ -30,7 +30,8 @@ Rows = dict[str, dict[str, int]]
 def wanted_rows(with_real_size: bool) -> list[tuple[str, str, bool, int]]:
     """Return (workload, column, small, ranks) of weft's rows: all small ones, and some of the real size if asked for.
 
-    Stock's rows are left out, because the time at which gloo's threads release a tensor differs from run to run.
+    The rows of stock Lightning are left out, because the time at which gloo's threads release a tensor differs from run
+    to run.
     """
     rows = [
         (name, configuration, True, n)
@@ -48,9 +49,9 @@ def wanted_rows(with_real_size: bool) -> list[tuple[str, str, bool, int]]:
 
 
 def measured(wanted: list[tuple[str, str, bool, int]]) -> tuple[Rows, list[str]]:
-    """Return the figures by name, and a sentence for each that the memory model does not predict.
+    """Return the figures of each row by the row's name, and a sentence for each that the memory model does not predict.
 
-    A row's figures are those of the rank with the most, before and during training, the latter also by category.
+    The figures are the largest peaks of any rank before and during training, and the latter peak by category.
     """
     rows: Rows = {}
     misses: list[str] = []
@@ -67,7 +68,7 @@ def measured(wanted: list[tuple[str, str, bool, int]]) -> tuple[Rows, list[str]]
 def prediction_misses(row: dict[str, Any], most: dict[str, int], small: bool) -> list[str]:
     """Return a sentence for each miss: parameters and optimizer states must match to the byte, peaks within 2 %.
 
-    The start-up of small models is not checked: recognising their layers takes more memory than their parameters.
+    The start-up of small models is not checked: recognising their layers takes more memory than the parameters do.
     """
     sentences = []
     for figure in ("parameters", "optimizer_state"):

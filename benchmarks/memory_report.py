@@ -47,7 +47,7 @@ def source_of(report: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return a table with a row for each run, in GB of 1e9 bytes."""
+    """Return a table with a row for each run, in GB of 1e9 bytes; the error is that of predicted against training."""
     header = ["workload", "column", "ranks", "start-up", "training", "peak", "predicted", "error", "ideal"]
     is_cuda = report["device"] == "cuda"
     if is_cuda:
@@ -74,7 +74,7 @@ def _gb(num_bytes: int) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw, for each workload, peak bytes against ranks with the ideal 1/n line, and the categories of weft's ranks."""
+    """Draw, by workload, peaks against ranks with the ideal 1/n line, and the training peak of "weft" by category."""
     pyplot = new_pyplot()
     names = list(dict.fromkeys(row["workload"] for row in report["results"]))
     figure, axes = pyplot.subplots(len(names), 2, figsize=(11, 4 * len(names)), squeeze=False)
@@ -95,7 +95,7 @@ def _draw_curves(axes: Any, rows: list[dict[str, Any]]) -> None:
     for position, column in enumerate(columns):
         own = sorted((row["num_ranks"], row["peak_bytes"]) for row in rows if row["column"] == column)
         style = {"linestyle": DASHES[position % len(DASHES)], "marker": "o", "markersize": 4}
-        # Earlier curves are wider, so that one with the same points as a later curve shows at its sides.
+        # Earlier curves are wider, so that they show on both sides of a later curve with the same points.
         width = 1.2 + 0.5 * (len(columns) - position)
         axes.plot(*zip(*own, strict=True), label=COLUMNS.get(column, column), linewidth=width, **style)
     ideal = sorted((row["num_ranks"], row["ideal_bytes"]) for row in rows if row["column"] == "weft")

@@ -1,4 +1,4 @@
-"""The workloads of benchmarks/memory.py, and the strategies, which are used as their documentation shows."""
+"""The workloads and columns of benchmarks/memory.py; each strategy is used as its documentation shows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weft.strategy.planning.plan_text import from_mapping
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from model import ModelArgs, Transformer
 
-NUM_STEPS = 3  # the first creates the optimizer's states, the others are like all later steps
+NUM_STEPS = 3  # the first step creates the optimizer's states, the others are like all later steps
 
 
 class RandomBatches(Dataset):
@@ -58,8 +58,8 @@ class Workload:
     Attributes:
         build: builds the model.
         batch: shape of a batch.
-        spec: describes the model to the memory model, the prediction of `weft estimate`.
-        vocab_size: of a language model; None: not a language model, and the loss is the sum of the model's output.
+        spec: describes the model to the memory model, from which `weft estimate` predicts.
+        vocab_size: of a language model; None: the model is a feed-forward, and the loss is the sum of its output.
     """
 
     build: Callable[[], nn.Module]
@@ -121,12 +121,12 @@ def workloads(small: bool) -> dict[str, Workload]:
 
 @dataclass(frozen=True)
 class Meter:
-    """Reads the peak of a kind of device: on the CPU by category, on CUDA from the caching allocator."""
+    """Reads peaks: on the CPU weft's count by category, on CUDA the allocated and reserved bytes of torch's."""
 
     device: str  # "cpu" or "cuda"
 
     def take(self) -> dict[str, int]:
-        """Return the peak in bytes since the start or the last call."""
+        """Return the peak in bytes since the last call, or since the start."""
         if self.device == "cpu":
             peak = weft.memory.by_category(at="peak")
         else:
@@ -136,7 +136,10 @@ class Meter:
 
 
 class Model(L.LightningModule):
-    """A LightningModule as in the documentation, with the model built in `configure_model` or before."""
+    """A LightningModule that builds the model as `where` says and, with `shards_itself`, applies Lightning's plan.
+
+    `where`: as in `Configuration`.
+    """
 
     def __init__(self, workload: Workload, where: str, shards_itself: bool, num_ranks: int, meter: Meter) -> None:
         super().__init__()
@@ -163,14 +166,14 @@ class Model(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if not self.shards_itself:
             return torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        # On CUDA torch steps a group of parameters with one call, which does not support mixing DTensors with others.
+        # On CUDA torch steps a parameter group with one call, which does not support DTensors beside plain tensors.
         plain = [each for each in self.model.parameters() if not isinstance(each, DTensor)]
         sharded = [each for each in self.model.parameters() if isinstance(each, DTensor)]
         return torch.optim.AdamW([{"params": each} for each in (plain, sharded) if each], lr=3e-3)
 
 
 def _parallelize(model: nn.Module, mesh: Any) -> None:
-    """Apply Lightning's documented plan, in its order, to each feed-forward of the model."""
+    """Apply Lightning's documented plan to each feed-forward of the model."""
     plan = {"w1": ColwiseParallel(), "w2": RowwiseParallel(), "w3": ColwiseParallel()}
     for module in model.modules():
         if all(isinstance(getattr(module, name, None), nn.Linear) for name in plan):
@@ -184,9 +187,10 @@ class Configuration:
     Attributes:
         where: "init": in the LightningModule's constructor; "configure": in `configure_model`; "meta": in
             `configure_model`, on the meta device.
-        options: arguments of weft's strategy; None: Lightning's strategy, and `configure_model` shards.
+        options: arguments of weft's strategy; None: Lightning's strategy, and `configure_model` shards
+            the model.
         recomputes: whether MLPs save only their input.
-        wants_blocks: whether it is only for models with blocks.
+        wants_blocks: whether the column has only models with blocks.
     """
 
     where: str
@@ -220,11 +224,11 @@ CONFIGURATIONS = {
 def predicted(workload: Workload, configuration: Configuration, num_ranks: int) -> dict[str, dict[str, int]]:
     """Return the predicted bytes by phase and category, of the rank with the most.
 
-    For Lightning's own strategy it is an estimate, from its plan and optimizer with weft's operators: the memory model
-    does not cover DTensor's operations.
+    The memory model does not cover DTensor's operations. So for Lightning's strategy the prediction is an estimate: it
+    assumes weft's operators with Lightning's plan and optimizer.
     """
     if workload.has_blocks:
-        sequences, tokens = workload.batch[0], workload.batch[1] - 1  # the last one is a target only
+        sequences, tokens = workload.batch[0], workload.batch[1] - 1  # the last token of a sequence is only a target
     else:
         sequences, tokens = workload.batch[0], 1
     plan, options = None, configuration.options
@@ -255,7 +259,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a few steps on this rank; return the peaks before and during training.
 
-    `is_simulated`: the other ranks are simulated; each counts as a separate host, because there is one device.
+    `is_simulated`: the other ranks are simulated, and each rank is a node to Lightning, because there is one device.
     """
     torch.manual_seed(1)
     meter = Meter(device)

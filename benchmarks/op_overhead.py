@@ -5,8 +5,8 @@
 Both sides are the module a user gets: FeedForward(d, d) with w1, w2, w3 as DTensors over the ranks, one
 through `weft.parallelize`, one through `parallelize_module` with ColwiseParallel w1, w3 and RowwiseParallel
 w2, with the same weights, one thread per rank. The input requires a gradient, as inside a network. The DTensor
-plan runs on gloo, the stock backend of CPUs; weft's runs on the weft backend and, to separate the effects of the
-operator and of the backend, on gloo too.
+side runs on gloo, torch's default backend for CPUs; weft's side runs on the weft backend and, to separate the effects
+of the operator and of the backend, on gloo too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 @dataclass(frozen=True)
 class Shape:
-    """FeedForward(dim, dim) on `num_tokens` tokens; `calls_per_sample` calls are long enough to time."""
+    """FeedForward(dim, dim) on `num_tokens` tokens; a sample times `calls_per_sample` calls: one may be too short."""
 
     dim: int
     num_tokens: int
@@ -40,9 +40,9 @@ class Shape:
 
 SHAPES = (Shape(64, 8, 20, 31), Shape(512, 64, 5, 31), Shape(2048, 64, 1, 21))
 # The limits of --check on the median of paired ratios weft / DTensor.
-MAX_RATIO = 1.02  # for all shapes but the first
-MAX_RATIO_SMALLEST = 1 / 1.8  # for the first shape, both on gloo
-MAX_RATIO_SMALLEST_ON_WEFT = {2: 1 / 10, 4: 1 / 15}  # by number of ranks, for the first shape on the weft backend
+MAX_RATIO = 1.02  # for all shapes but the first, on either backend
+MAX_RATIO_SMALLEST = 1 / 1.8  # for the first shape, weft on gloo
+MAX_RATIO_SMALLEST_ON_WEFT = {2: 1 / 10, 4: 1 / 15}  # number of ranks -> limit for the first shape, weft on its backend
 
 
 def with_weft(dim: int, mesh: DeviceMesh) -> nn.Module:

@@ -3,8 +3,9 @@
     python benchmarks/overlap.py --ranks 2 [--json] [--check]
 
 Forward + backward of the sequence-parallel operators, for M tokens over all ranks, on the weft backend, one thread per
-rank, float32. Each shape starts with an empty table of choices. When the overlap tuner has chosen, unchunked ("whole"),
-auto and unchunked again (the noise) are timed in turn.
+rank, float32. With auto, the overlap tuner times chunked and unchunked calls of a shape and then chooses between them;
+here it starts without earlier choices. After its choice, unchunked calls ("whole"), auto and unchunked calls again
+("whole_again", which shows the noise) are timed in turn.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ import weft
 
 NUM_TOKENS = (8, 64, 512, 2048, 8192)
 NUM_SAMPLES, NUM_SHORT_SAMPLES = 15, 41
-SHORT_SECONDS = 0.05  # calls that take less are sampled NUM_SHORT_SAMPLES times
-CALLS_UNTIL_CHOSEN = 35  # after so many calls the overlap tuner has chosen
-# The speed of auto over whole that --check requires of every shape, and of the best one on 2 ranks.
+SHORT_SECONDS = 0.05  # shorter calls are sampled NUM_SHORT_SAMPLES times
+CALLS_UNTIL_CHOSEN = 35  # calls of a shape after which the overlap tuner has chosen
+# The least speed of auto relative to unchunked calls that --check requires, beyond noise, of every shape; then that of
+# the fastest shape, on 2 ranks only.
 MIN_SPEED = 0.98
 MIN_BEST_SPEED = 1.10
-SAMPLE_SECONDS = 0.01  # approximately
+SAMPLE_SECONDS = 0.01  # at least, approximately
 
 
 @dataclass(frozen=True)
 class Layer:
-    """An operator, with the numbers of features of its input and output on each rank; for an MLP, input and hidden."""
+    """An operator and the features of its input and output on each rank; for an MLP, `num_out` is the hidden size."""
 
     op: str
     num_in: int
@@ -96,7 +98,7 @@ def _in_mode(mode: str, call: Callable[[], None]) -> Callable[[], None]:
 
 
 def measure(layer: Layer, num_tokens: int) -> dict[str, Any]:
-    """Return the choices for one shape, and the times taken in turn after these were made; collective."""
+    """Return the overlap tuner's choices for one shape, and the times measured after the choices; collective."""
     call = _call_of(layer, num_tokens)
     weft.overlap.clear()
     candidates = {name: _in_mode(mode, call) for name, mode in MODES.items()}

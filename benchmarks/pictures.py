@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 # Okabe and Ito (2008), and a grey: distinct for readers with any colour vision.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C", "#F0E442"]
-# Curves that lie on one another stay visible: later ones cover a smaller fraction of the line.
+# Curves that coincide stay visible: a later style has shorter dashes and longer gaps.
 DASHES: list[Any] = ["-", (0, (6, 1)), (0, (4, 2)), (0, (3, 3)), (0, (2, 3)), (0, (1, 2))]
 _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 

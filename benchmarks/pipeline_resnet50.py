@@ -2,10 +2,10 @@
 
     python benchmarks/pipeline_resnet50.py [--samples 7] [--json] [--check] [--curve FILE.svg]
 
-A step is forward, backward and SGD on a batch of 32 images of 128 x 128. In one run and in turn: one process; one
-process with micro-batches; a naive split; weft's schedules and those of torch.distributed.pipelining (on gloo, and on
-weft's backend), both cut at the same layer, for several numbers of micro-batches; and weft's zero-bubble with smaller
-first and last micro-batches.
+A step is forward, backward and SGD on a batch of 32 images of 128 x 128. One run measures in turn: one process, with
+the full batch and in micro-batches; a naive split, two stages without micro-batches; for several numbers of
+micro-batches, weft's schedules and those of torch.distributed.pipelining (on gloo, and on weft's backend), all cut at
+the same layer; and weft's zero-bubble with smaller first and last micro-batches.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from weft.strategy.pipeline.micro_batches import split_batch
 
 BATCH, SIZE, NUM_CLASSES = 32, 128, 1000
 COUNTS = (2, 4, 8, 16)  # of micro-batches
-TAPERED = ((8, 16, 8), (4, 12, 12, 4))  # micro-batches of these sizes
+TAPERED = ((8, 16, 8), (4, 12, 12, 4))  # batches split into micro-batches of these sizes
 WEFT_SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-# The limits of --check: the speed of weft's best over one process and over torch's best, and the difference from 1 of
-# the naive split's speed over one process.
+# The limits of --check: the least speed of weft's fastest schedule relative to one process, and to torch's fastest; the
+# speed of the naive split relative to one process may differ from 1 by NAIVE_WITHIN.
 MIN_OVER_ONE, MIN_OVER_TORCH, NAIVE_WITHIN = 1.75, 0.98, 0.1
 
 Step = Callable[[], None]
@@ -77,7 +77,7 @@ def even_sizes(count: int) -> list[int]:
 
 
 def one_process(sizes: Sequence[int]) -> Step:
-    """Return a step in micro-batches for rank 0, and an empty one for the other rank."""
+    """Return the step of rank 0, in micro-batches of these sizes; on rank 1, a function that does nothing."""
     if dist.get_rank() != 0:
         return lambda: None
     model = full_model()
@@ -93,7 +93,7 @@ def one_process(sizes: Sequence[int]) -> Step:
 def weft_steps(
     kind: str, cuts: list[str], counts: tuple[int, ...], shares: Sequence[int] | None = None
 ) -> dict[int, Step]:
-    """Return a step for each number of micro-batches; `kind`: the schedule; `shares`: the sizes of micro-batches."""
+    """Return a step for each number of micro-batches; `kind`: the schedule; `shares`: their relative sizes."""
     model = full_model()
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     pipeline = Pipeline(model, mesh, cuts, schedule=kind, micro_batch_shares=shares)
@@ -125,7 +125,7 @@ def torch_steps(kind: str, cuts: list[str], counts: tuple[int, ...], group: dist
 
 
 def split_at(model: nn.Module, cut: str) -> tuple[nn.Module, nn.Module]:
-    """Return the layers before the cut, and those from the cut on, as nn.Sequential."""
+    """Return a ResNet's layers before the cut, and its layers from the cut on, as two nn.Sequential."""
     flat: list[tuple[str, nn.Module]] = []
     for name, child in model.named_children():
         if isinstance(child, nn.Sequential):
@@ -145,7 +145,7 @@ def cuts_of_measured_layers() -> list[str]:
 
 
 def measure(num_samples: int, counts: tuple[int, ...]) -> dict[str, Any]:
-    """Return the cuts, and the seconds of all candidates, taken in turn; collective."""
+    """Return the cuts, and the seconds of each candidate by sample; collective."""
     gloo = dist.new_group(backend="gloo")
     chosen = [cuts_of_measured_layers()]
     dist.broadcast_object_list(chosen)

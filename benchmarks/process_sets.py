@@ -1,4 +1,4 @@
-"""Sets of processes that work in turn: each is a separate process group, like a job; the others wait meanwhile."""
+"""Sets of processes, each with a separate default group, like separate jobs; while one set works, the others wait."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TIMEOUT_SECONDS = 300.0
 
 
 class ProcessSet:
-    """`num_ranks` fresh processes of one default group, with one thread each, whose function answers messages.
+    """`num_ranks` fresh processes of one default group, with one thread each, in which a function answers messages.
 
     Args:
-        function: of a module's top level; each rank calls `function(connection, *args)`.
+        function: each rank calls `function(connection, *args)`, which answers each message that it receives.
         num_ranks: processes to start; they meet through a file.
-        backend: of their default group.
+        backend: of the default group.
         args: for the function.
     """
 
@@ -45,7 +45,8 @@ class ProcessSet:
 
         Raises:
             torch.multiprocessing.ProcessRaisedException: a rank raised; its traceback is in the text.
-            TimeoutError: an answer took too long.
+            torch.multiprocessing.ProcessExitedException: a rank ended without an exception, such as by a signal.
+            TimeoutError: the answers took more than TIMEOUT_SECONDS.
         """
         for connection in self._connections:
             connection.send(message)

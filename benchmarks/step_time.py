@@ -1,11 +1,11 @@
-"""Seconds of a training step of Lightning's FeedForward(8192, 8192): weft's options against stock, in one run.
+"""Seconds of a training step of Lightning's FeedForward(8192, 8192): weft's options against Lightning's, in one run.
 
     python benchmarks/step_time.py [--ranks 2] [--json] [--check]
     python benchmarks/step_time.py --tracking [--ranks 2] [--json] [--check]
 
-A step is forward, backward and AdamW on a batch of 8. Stock is Lightning's documented DTensor plan on gloo with torch's
-default AdamW. With --tracking: weft's steps of this model and of the examples' language model, in processes that count
-memory against processes that do not, in turn.
+A step is forward, backward and AdamW on a batch of 8. "stock" is Lightning's documented DTensor plan on gloo with
+torch's default AdamW. With --tracking, the script compares weft's step in processes that count memory with its step in
+processes that do not, started in turn, for this model and for the examples' language model.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from weft.strategy import StepInBackward, fuse
 
 DIM, BATCH, NUM_SAMPLES = 8192, 8, 9
 # The limits of --check on the median of paired ratios of seconds.
-MAX_OVER_STOCK = 0.6  # of "weft" to stock
-MAX_TRACKING = 1.02  # of counted steps to uncounted ones
-TRACKED_STEPS, TRACKED_PAIRS = {"feed_forward": 7, "language_model": 60}, 9  # steps of a process, pairs of processes
+MAX_OVER_STOCK = 0.6  # seconds of "weft" / "stock"
+MAX_TRACKING = 1.02  # seconds with memory counted / without
+TRACKED_STEPS, TRACKED_PAIRS = {"feed_forward": 7, "language_model": 60}, 9  # timed steps of a run; pairs of runs
 
 
 def _step(optimizer: Optimizer, loss_of: Callable[[], Tensor]) -> Callable[[], None]:
@@ -48,7 +48,7 @@ def _step(optimizer: Optimizer, loss_of: Callable[[], Tensor]) -> Callable[[], N
 
 
 def measure() -> dict[str, list[float]]:
-    """Return the seconds of each candidate's steps, taken in turn; collective."""
+    """Return the seconds per step of each candidate by sample, the candidates taken in turn; collective."""
     torch.manual_seed(0)
     x = torch.randn(BATCH, DIM)
     steps: dict[str, Callable[[], None]] = {}
@@ -69,7 +69,7 @@ def measure() -> dict[str, list[float]]:
 
 
 def step_seconds(workload: str, is_tracked: bool) -> float:
-    """Return the median seconds of weft's step; `is_tracked`: memory is counted, as in the strategies. Collective."""
+    """Return the median seconds of weft's step; `is_tracked`: count memory, as weft's strategies do. Collective."""
     if is_tracked:
         weft.memory.track()
     chosen = workloads(False)[workload]

@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from model import ModelArgs, Transformer
 
 LAYOUTS = {"tp2": (1, 2), "dp2": (2, 1), "dp2,tp2": (2, 2)}  # data-parallel ranks, tensor-parallel ranks
-NUM_WARM_UP = 2  # the first creates the optimizer's states
+NUM_WARM_UP = 2  # steps; the first creates the optimizer's states
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model's layers and width, a batch of two sequences over all ranks, and the number of steps in a sample."""
+    """Sizes of a model, the tokens of a batch (two sequences on all ranks together) and the steps of a sample."""
 
     dim: int
     num_tokens: int
@@ -55,7 +55,7 @@ SIZES = {size.dim: size for size in (Size(128, 256, 10), Size(512, 1024, 1), Siz
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy and the backend of its group; `options`: arguments of weft's strategy; None: Lightning's."""
+    """A strategy and the default group's backend; `options`: for weft's strategy; None: ModelParallelStrategy."""
 
     backend: str
     options: dict[str, Any] | None
@@ -93,7 +93,7 @@ def shard_as_documented(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 class LanguageModel(L.LightningModule):
-    """Builds the model in `configure_model`, and shards it there for Lightning's strategy."""
+    """Builds the model in `configure_model` and, for Lightning's strategy (`shards_itself`), shards it there."""
 
     def __init__(self, size: Size, layout: str, shards_itself: bool) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class LanguageModel(L.LightningModule):
 
 
 class StepServer(L.Callback):
-    """Waits for a number of steps, trains them, sends their seconds and the losses, and waits again."""
+    """Receives a number of steps, lets the Trainer run as many, sends their seconds and losses, and receives again."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -158,7 +158,7 @@ class Steps(RandomBatches):
 def train(
     connection: Connection, candidate: Candidate, size: Size, layout: str, num_steps: int, counts_memory: bool
 ) -> None:
-    """Run the Trainer on this rank; at the end send the table of the memory monitor, or None."""
+    """Run the Trainer on this rank; answer the last message with the memory monitor's table, or None."""
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

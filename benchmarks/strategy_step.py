@@ -3,14 +3,14 @@
     python benchmarks/strategy_step.py [--layouts tp2 dp2 dp2,tp2] [--dims 128 512 1024] [--samples 5] [--json]
                                        [--check]
 
-Both train examples/model.py with AdamW in `Trainer.fit`, from the same weights on the same batches, to the same losses.
-Stock is ModelParallelStrategy on gloo with the `configure_model` of its documentation: wq, wk, wv, w1, w3
-ColwiseParallel and wo, w2 RowwiseParallel (the variant without SequenceParallel), then `fully_shard` of the root and of
-each block; the last block stays gathered until its backward. weft gets plan="auto" and a layout. The default group of a
-process has one backend, so each candidate is a separate set of processes, which trains while the others wait: samples
-are taken in turn.
+Both strategies train examples/model.py with AdamW in `Trainer.fit`, from the same weights on the same batches, to the
+same losses. "stock" is ModelParallelStrategy on gloo with the `configure_model` of its documentation. With a
+tensor-parallel axis, wq, wk, wv, w1, w3 are ColwiseParallel and wo, w2 RowwiseParallel (the variant without
+SequenceParallel). With a data-parallel axis, `fully_shard` is then applied to each block and to the root, and the last
+block stays unsharded between its forward and its backward. weft gets plan="auto" and a layout. The default group of a
+process has one backend, so each candidate is a separate set of processes. The sets train in turn, a sample at a time.
 
-Memory is counted by weft.memory in separate runs: the peak of the rank with the most after the first steps, with and
+Memory is counted by weft.memory in separate runs: the largest peak of any rank after the warm-up steps, with and
 without "communication", the shared memory of the weft backend. Gloo's buffers are not counted.
 """
 
@@ -31,15 +31,15 @@ from strategy_candidates import CANDIDATES, LAYOUTS, NUM_WARM_UP, SIZES, Size, t
 from torch import Tensor
 
 NUM_COUNTED = 1  # samples of the runs that count memory
-# The limits of --check for "weft", beyond noise: the median of paired ratios to stock, at the smallest size and at the
-# others.
+# The limits of --check, beyond noise, on the median of paired ratios of seconds "weft" / "stock": at the smallest size,
+# and at the other sizes.
 MAX_RATIO_SMALLEST, MAX_RATIO = 0.5, 1.0
 
 
 def in_turn(
     size: Size, layout: str, num_samples: int, counts_memory: bool
 ) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Return each candidate's seconds per step by sample, of its slowest rank, and its table of memory."""
+    """Return, by candidate, the slowest rank's seconds per step in each sample, and each rank's peaks (or None)."""
     num_data, num_tensor = LAYOUTS[layout]
     per_sample = 1 if counts_memory else size.steps_per_sample
     num_steps = NUM_WARM_UP + num_samples * per_sample
@@ -63,7 +63,7 @@ def in_turn(
 
 
 def _losses(answers: Sequence[tuple[float, list[float]]]) -> Tensor:
-    """Return the loss of each step over the batch of all ranks; ranks of a tensor-parallel group have equal ones."""
+    """Return each step's loss, the mean over all ranks: ranks of a tensor-parallel group have equal losses."""
     return torch.tensor([losses for _, losses in answers], dtype=torch.float64).mean(0)
 
 
@@ -96,7 +96,7 @@ def rows_of(size: Size, layout: str, num_samples: int) -> list[dict[str, Any]]:
 
 
 def failures(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the limits that are missed, one sentence each: time of "weft" beyond noise, memory of every row."""
+    """Return the limits that are missed, one sentence each: on "weft"'s time, and on the memory of all but "stock"."""
     violations = []
     stock = {(row["layout"], row["dim"]): row for row in rows if row["candidate"] == "stock"}
     for row in rows:

@@ -2,9 +2,9 @@
 
     python examples/01_one_op.py
 
-Every rank holds half of the hidden dim. It calls `weft.ops.column_row_mlp` with its shards and gets the full
-result: one all-reduce forward, one backward. The script starts its ranks itself and exits with 1 if the
-sharded results differ from the unsharded ones.
+Every rank holds a shard of each weight, half of the hidden dim. It calls `weft.ops.column_row_mlp` with its shards and
+gets the full result, with one all-reduce in the forward and one in the backward. The script starts its ranks itself and
+exits with 1 if the sharded results differ from the unsharded ones.
 """
 
 from __future__ import annotations

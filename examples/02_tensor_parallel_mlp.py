@@ -63,7 +63,7 @@ class LitFeedForward(L.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=3e-3)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        # The ranks of a tensor-parallel group compute one batch together, so each loads the same one.
+        # The ranks of a tensor-parallel group compute one batch together, so each rank loads the same batches.
         return DataLoader(RandomVectors(DIM, 64), batch_size=8)
 
 

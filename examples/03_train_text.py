@@ -1,12 +1,12 @@
 """Trains a small Llama-style language model on Python's own documentation, byte by byte, tensor-parallel.
 
-    python examples/03_train_text.py                      # on 1 device, then on 2, and compares: the demo
+    python examples/03_train_text.py                      # on 1 device, then on 2; compares the runs
     python examples/03_train_text.py --devices 4          # one run
     python examples/03_train_text.py --devices 1 2 4 --size medium --steps 400 --plan examples/plan.yaml
 
-On CPU a device is a process with one thread. Each device count runs in a separate process tree, because a
-process group lives as long as its process. With several device counts, exits with 1 if runs differ or the loss stays
-above its limit.
+A device is a CPU process with one thread. With several device counts, each trains in a separate process tree, because
+a process group lives as long as its process, and the exit status is 1 if a limit of side_by_side.py is missed: on the
+difference from the first run or, from 150 steps on, on the loss.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LitTransformer(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def lr_factor(self, step: int) -> float:
-        """Return the factor: linear warm-up over a tenth of the steps, then a cosine down to a tenth of the rate."""
+        """Return the learning rate's factor: linear warm-up over a tenth of the steps, then a cosine from 1 to 0.1."""
         warm_up = max(1, self.num_steps // 10)
         progress = max(0, step - warm_up) / max(1, self.num_steps - warm_up)
         return min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * progress))
@@ -121,7 +121,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def train_in_processes(args: argparse.Namespace) -> list[Run]:
-    """Run one process tree per device count, one after the other; they write their results to files."""
+    """Train in one process tree per device count, one after the other, and return the results of all."""
     runs = []
     with tempfile.TemporaryDirectory(prefix="weft-demo-") as folder:
         for devices in args.devices:
@@ -147,7 +147,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plan", default="auto", help="'auto', or the path of a YAML or JSON plan")
     parser.add_argument("--size", choices=SIZES, default="small", help="size of the model")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # a run writes its figures here
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where to write the run's figures
     args = parser.parse_args()
     if min(args.devices) < 1 or args.steps < 1:
         parser.error(f"got --devices {args.devices} --steps {args.steps}; both take numbers from 1 up.")

@@ -64,7 +64,7 @@ class LitLlama(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3 * 128 / self.args.dim, betas=(0.9, 0.95))
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Return the windows of an epoch, in order; those of a step are divided over the data-parallel ranks."""
+        """Return a loader of this rank's windows: the data-parallel ranks divide the windows of each step."""
         replicas = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         num_replicas = replicas["num_replicas"]
         if BATCH_SIZE % num_replicas:
@@ -73,7 +73,7 @@ class LitLlama(L.LightningModule):
             )
         seed = SEED + self.trainer.current_epoch
         windows = Windows(documentation_bytes(), self.num_steps * BATCH_SIZE, SEQ_LEN, seed)
-        # Without this sampler, Lightning would add one that shuffles if there are several data-parallel ranks.
+        # Without this sampler and with several data-parallel ranks, Lightning would add a shuffling one.
         sampler = DistributedSampler(windows, shuffle=False, **replicas)
         return DataLoader(windows, batch_size=BATCH_SIZE // num_replicas, sampler=sampler)
 

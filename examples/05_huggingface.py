@@ -1,11 +1,12 @@
-"""Trains a language model of Hugging Face's transformers, from its configuration, sharded by strategy="weft".
+"""Trains a language model of Hugging Face's transformers, from its configuration, sharded by a registered strategy.
 
     python examples/05_huggingface.py --devices 2                       # a tiny Llama, on 2 devices
     python examples/05_huggingface.py --devices 2 --config qwen3 --strategy weft_fsdp
     python examples/05_huggingface.py --devices 8 --config a/folder     # with a config.json
 
 Nothing is downloaded: weights are random, the text is Python's documentation, byte by byte. On CPU a device is a
-process with one thread. Here "weft" means tensor parallelism, with the losses of one device.
+process with one thread. strategy="weft" is tensor parallelism inside a host, so on one host its losses are those of
+one device.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class LitCausalLM(L.LightningModule):
 
 
 def config_of(name: str) -> PretrainedConfig:
-    """Return the configuration in a folder, or a tiny one of a family of models."""
+    """Return the configuration in the folder `name`; if no folder has this name, a tiny one of the family `name`."""
     if os.path.isdir(name):
         return AutoConfig.from_pretrained(name, local_files_only=True)
     return AutoConfig.for_model(name, **TINY)

@@ -40,8 +40,7 @@ def train(args: argparse.Namespace) -> None:
     if args.resume is not None:
         fabric.load(args.resume, state)
 
-    # Fabric's sampler distributes the windows of a step over the data-parallel ranks.
-    num_micro_batches = args.accumulate * strategy.data_axes.size  # of a step, on all data-parallel ranks together
+    num_micro_batches = args.accumulate * strategy.data_axes.size  # of a step, summed over data-parallel ranks
     if BATCH_SIZE % num_micro_batches:
         raise ValueError(
             f"{args.accumulate} micro-batches on {strategy.data_axes.size} data-parallel ranks do not divide a batch "
@@ -49,6 +48,7 @@ def train(args: argparse.Namespace) -> None:
         )
     windows = Windows(documentation_bytes(), args.steps * BATCH_SIZE, SEQ_LEN, SEED)
     remaining = Subset(windows, range(state["step"] * BATCH_SIZE, len(windows)))
+    # Fabric's sampler distributes the windows of a step over the data-parallel ranks.
     batches = iter(fabric.setup_dataloaders(DataLoader(remaining, batch_size=BATCH_SIZE // num_micro_batches)))
     for step in range(state["step"], args.steps):
         loss = torch.zeros(())

@@ -1,9 +1,10 @@
-"""ResNet-50 in two pipeline stages, cut to balance measured layer times; losses are compared with one process.
+"""ResNet-50 in two pipeline stages, cut to balance measured layer times; losses are compared with those of one process.
 
     python examples/08_pipeline_resnet50.py [--schedule zero_bubble] [--micro-batches 4] [--picture timeline.svg]
 
-The model is torchvision's, unchanged; its forward runs on both ranks, and each computes the layers of its stage. The images are
-random. Exits with 1 if a loss differs from that of the unsplit model. Speeds: benchmarks/.
+The model is torchvision's, unchanged; its forward runs on both ranks, and each rank computes the layers of its stage.
+The images are random. Exits with 1 if a loss differs from that of the unsplit model. For speeds, see
+benchmarks/pipeline_resnet50.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torchvision.models import resnet50
 from weft.strategy.pipeline import SCHEDULES, Pipeline, Schedule, balanced_cuts, draw, profile_layers
 
 NUM_STAGES, BATCH, SIZE, NUM_CLASSES, STEPS = 2, 16, 64, 10, 3
-TOLERANCE = 1e-3  # float32; batch norms see one micro-batch at a time on both sides
+TOLERANCE = 1e-3  # float32; in both runs, batch norms see one micro-batch at a time
 
 
 def main() -> int:
@@ -60,13 +61,13 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
         timeout=datetime.timedelta(minutes=5),
     )
     torch.manual_seed(0)
-    # Residual branches start at zero. Otherwise batch norms over so few pixels amplify rounding errors, and losses differ
-    # by 3 % after one step.
+    # Residual branches start at zero. Otherwise batch norms over so few pixels amplify rounding errors, and losses
+    # differ by 3 % after one step.
     model = resnet50(num_classes=NUM_CLASSES, zero_init_residual=True)
     batch = torch.randn(BATCH, 3, SIZE, SIZE), torch.randint(0, NUM_CLASSES, (BATCH,))
     full_model = copy.deepcopy(model) if rank == 0 else None
 
-    # All ranks need the same cuts, and their measured times differ: use those of the first rank.
+    # All ranks need the same cuts, but the times that ranks measure differ: use the cuts of rank 0.
     micro_batch = tuple(tensor[: BATCH // arguments.micro_batches] for tensor in batch)
     cuts = [balanced_cuts(profile_layers(model, micro_batch, lambda b: loss_of(model, b)), NUM_STAGES)]
     dist.broadcast_object_list(cuts)
@@ -97,7 +98,7 @@ def run_rank(rank: int, folder: str, arguments: argparse.Namespace) -> None:
 
 
 def train_unsplit(model: torch.nn.Module, batch: tuple[Tensor, Tensor], num_micro_batches: int) -> list[float]:
-    """Train the unsplit model in one process, a micro-batch at a time, as batch norms see the batch in a pipeline."""
+    """Train the unsplit model in one process, a micro-batch at a time, as batch norms see the data in the pipeline."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
     for _ in range(STEPS):

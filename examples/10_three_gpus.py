@@ -1,10 +1,11 @@
 """A small network in three stages: on three GPUs if there are as many, else on three CPU processes.
 
     python examples/10_three_gpus.py [--samples 96] [--steps 60]
-    python examples/10_three_gpus.py --one-process          # no pipelining: each batch passes the devices in turn
+    python examples/10_three_gpus.py --one-process          # no pipelining: a batch visits one device after another
 
-The network classifies points of the plane by which of three rings they are in. Each stage holds one child module;
-activations are sent from stage to stage in six micro-batches. Exits with 1 if the loss does not fall by half.
+The network classifies points of the plane by which of three rings they are in. Each stage holds one child module.
+Without --one-process, a rank computes a stage, and activations are sent from stage to stage in six micro-batches.
+Exits with 1 if the loss does not fall by half.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python examples/11_pipeline_messages.py
 
-Rank 0 has the first layers and sends their results, rank 1 has the others and the loss; the gradients return the
-same way. The script starts its ranks itself and exits with 1 if a gradient differs from that of the unsplit model.
+Rank 0 has the first layers and sends their results; rank 1 has the last layers and the loss, and sends the gradients of
+these results back. The script starts its ranks itself and exits with 1 if a gradient differs from that of the unsplit
+model.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ def micro_batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return a micro-batch's share of the mean loss over all samples."""
+    """Return a micro-batch's summand in the mean loss over the samples of all micro-batches."""
     return F.cross_entropy(logits, targets, reduction="sum") / sum(BATCH_SIZES)
 
 
 def train_first_stage(stage: nn.Module, group: str) -> None:
     tokens = [weft.ops.pipeline_send([stage(x)], peer=1, channel=0, group_name=group) for x, _ in micro_batches()]
-    # This stage has no loss: the backward of a zero waits for the gradients of all sent tensors.
+    # This stage has no loss: a zero stands in for it, whose backward waits for the gradients of all sent tensors.
     weft.ops.join(torch.zeros(()), tokens).backward()
 
 

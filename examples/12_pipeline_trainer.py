@@ -1,4 +1,4 @@
-"""The small language model in stages under the Trainer: an ordinary LightningModule, validated and resumed.
+"""The small language model in pipeline stages under the Trainer: an ordinary LightningModule, validated and resumed.
 
     python examples/12_pipeline_trainer.py --epochs 1 --save /tmp/half                          # two stages
     python examples/12_pipeline_trainer.py --epochs 2 --resume /tmp/half --layout pp4
@@ -42,7 +42,7 @@ class LitTransformer(L.LightningModule):
         self.accuracy = MulticlassAccuracy(ARGS.vocab_size, average="micro")
 
     def configure_model(self) -> None:
-        self.model = Transformer(ARGS)  # each rank materializes only its own layers
+        self.model = Transformer(ARGS)  # under weft, a rank materializes only the layers of its stages
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
@@ -68,7 +68,7 @@ class LitTransformer(L.LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)  # will step the parameters of this rank's stages
+        optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3)  # under weft, those of this rank's stages
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
@@ -111,9 +111,9 @@ def train(args: argparse.Namespace) -> None:
     module = LitTransformer()
     trainer.fit(module, DataLoader(training, BATCH_SIZE), DataLoader(validation, BATCH_SIZE), ckpt_path=args.resume)
     if args.save is not None:
-        trainer.save_checkpoint(args.save)  # a directory, to which each rank writes its stages
+        trainer.save_checkpoint(args.save)  # a directory of all stages; without weft, a file
     if args.picture is not None and args.layout != "none":
-        traces = strategy.pipeline.traces()  # of the last batch, a validation batch, from every rank
+        traces = strategy.pipeline.traces()  # each rank's trace of the last batch, from validation
         if trainer.is_global_zero:
             draw(strategy.pipeline.schedule(MICRO_BATCHES, forward_only=True), traces, path=args.picture)
 

@@ -20,7 +20,7 @@ class ModelArgs:
     Attributes:
         dim: D, a multiple of 2 * n_heads (rotary embeddings rotate pairs).
         n_layers: number of blocks.
-        n_heads: H; attention is sharded if the number of tensor-parallel ranks divides it.
+        n_heads: H; attention is sharded if the number of tensor-parallel ranks divides H.
         hidden_dim: F.
         vocab_size: V; 256 for bytes.
         max_seq_len: the longest T.
@@ -54,14 +54,14 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(seq_len: int, head_dim: int, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of position * frequency, each `[T, K]`: real numbers, which all precisions support."""
+    """Return cos and sin of position * frequency, each `[T, K]`; complex numbers would not support bfloat16."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64), frequencies).repeat(1, 2)
     return angles.cos().float(), angles.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + K/2) of the last dim by their position's angle: `[B, H, T, K]`."""
+    """Rotate each pair (i, i + K/2) of the last dim of x `[B, H, T, K]` by the angle of its position and frequency."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.n_heads = args.n_heads  # under tensor parallelism: the heads of this rank
+        self.n_heads = args.n_heads  # tensor parallelism sets it to the heads of this rank
         self.head_dim = args.dim // args.n_heads
         self.wq = nn.Linear(args.dim, args.dim, bias=False)
         self.wk = nn.Linear(args.dim, args.dim, bias=False)
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize normal weights; the two projections that add to the residual are scaled down with depth."""
+        """Draw matrices from normal distributions; wo and w2, which add to the residual, are smaller in deep models."""
         nn.init.normal_(self.tok_embeddings.weight, std=1.0)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2 and name != "tok_embeddings.weight":

@@ -6,8 +6,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-FIRST_STEPS, FIRST_RELATIVE = 20, 1e-4  # the largest relative difference of the first losses between two runs
-LAST_STEPS, LAST_ABSOLUTE = 20, 0.02  # the largest difference of the last losses
+FIRST_STEPS, FIRST_RELATIVE = 20, 1e-4  # allowed relative difference of the first losses between two runs
+LAST_STEPS, LAST_ABSOLUTE = 20, 0.02  # allowed absolute difference of the last losses
 LOSS_LIMIT, LOSS_SECONDS = 2.6, 180.0  # nats per byte, to be reached within these seconds
 LOSS_WINDOW = 20  # steps over which a loss is averaged before it is compared with LOSS_LIMIT
 LOSS_LIMIT_FROM_STEPS = 150  # shorter runs are smoke tests, whose loss is not checked
@@ -19,10 +19,10 @@ class Run:
 
     Attributes:
         devices: the number of ranks.
-        num_parameters, num_parameters_local: those of the model, and those of its shards on rank 0.
+        num_parameters, num_parameters_local: elements of all parameters, and of rank 0's shards of them.
         tokens_per_step: batch size times sequence length.
         losses: training loss of each step, nats per byte.
-        seconds: training time at the end of each step.
+        seconds: from the start of training to the end of each step.
     """
 
     devices: int
@@ -41,13 +41,13 @@ class Run:
 
     @property
     def final_loss(self) -> float:
-        """Return the mean loss of the last steps, because single batches are noisy."""
+        """Return the mean loss of the last LOSS_WINDOW steps, because single batches are noisy."""
         last = self.losses[-LOSS_WINDOW:]
         return sum(last) / len(last)
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the speed without the first step, which includes setup."""
+        """Return the speed without the first step, which includes setup, unless it is the only step."""
         if len(self.seconds) < 2:
             return self.tokens_per_step / self.seconds[-1]
         return self.tokens_per_step * (len(self.seconds) - 1) / (self.seconds[-1] - self.seconds[0])
@@ -61,7 +61,7 @@ class Run:
 
 
 def table(runs: list[Run]) -> str:
-    """Return a table of device count, parameters per rank, loss and speed; below it the losses side by side."""
+    """Return a table of device count, parameters per rank, loss and speed; for several runs, also of losses by step."""
     lines = [f"{'devices':>8} {'parameters per rank':>20} {'nats per byte':>14} {'tokens/s':>10} {'seconds':>8}"]
     for run in runs:
         lines.append(
@@ -77,7 +77,7 @@ def table(runs: list[Run]) -> str:
 
 
 def verdict(runs: list[Run]) -> tuple[list[str], bool]:
-    """Return a line with the figure for each limit, and whether all limits hold. Runs are compared with the first."""
+    """Return a line with the figure for each limit, and whether all limits hold. The first run is the reference."""
     lines, good = [], True
     for run in runs:
         if len(run.losses) >= LOSS_LIMIT_FROM_STEPS:

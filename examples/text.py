@@ -1,6 +1,6 @@
 """Real text that every Python has: the documentation topics of `help()`, as bytes.
 
-The order of the training data depends only on (seed, step): it is the same on every number of devices.
+The windows of a training step depend only on the seed and the step, not on the number of devices.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def documentation_bytes() -> Tensor:
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """`num_windows` random windows of the text: (tokens, next tokens), int64 `[seq_len]` each.
 
-    Window i starts at the i-th number of a generator seeded with `seed`, so item i is the same on every
-    rank; read the items in order (no shuffling sampler).
+    Window i starts at the i-th number of a generator seeded with `seed`, so item i is the same on every rank. Read the
+    items in order (no shuffling sampler).
     """
 
     def __init__(self, text: Tensor, num_windows: int, seq_len: int, seed: int) -> None:

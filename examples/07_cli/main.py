@@ -3,8 +3,8 @@
     python examples/07_cli/main.py fit --config examples/07_cli/devices_4.yaml
     python examples/07_cli/main.py fit --config examples/07_cli/devices_4.yaml --trainer.strategy.zero_stage 1
 
-The files for 1, 2, 4 and 8 devices differ in two lines, the sizes, and train equally: `batch_size` counts the windows
-of a step, which are divided over the data-parallel ranks. The script needs `pip install weft[cli]`.
+The files for 1, 2, 4 and 8 devices differ only in `devices` and `layout`, and give the same losses: `batch_size` counts
+the windows of a step on all ranks, and the data-parallel ranks divide them. The script needs `pip install weft[cli]`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LitTransformer(L.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer(self.parameters())  # called here, because the CLI would build it before sharding
+        return self.optimizer(self.parameters())  # the CLI would build the optimizer before sharding
 
     def on_train_end(self) -> None:
         parameters = list(self.parameters())
@@ -75,11 +75,11 @@ class Documentation(L.LightningDataModule):
                 "choose a multiple of their number."
             )
         windows = Windows(documentation_bytes(), self.num_steps * self.batch_size, self.seq_len, seed=0)
-        # Without this sampler, Lightning would add one that shuffles if there are several data-parallel ranks.
+        # Without this sampler and with several data-parallel ranks, Lightning would add a shuffling one.
         sampler = DistributedSampler(windows, shuffle=False, **replicas)
         return DataLoader(windows, batch_size=self.batch_size // num_replicas, sampler=sampler)
 
 
 if __name__ == "__main__":
-    # The configuration is not saved, because it is in the file already.
+    # Do not save the configuration that was read from the YAML file and the command line.
     LightningCLI(LitTransformer, Documentation, save_config_callback=None)

@@ -66,7 +66,7 @@ def run_rank(rank: int, num_ranks: int, folder: Path, is_compiled: bool, scratch
 
 
 def compile_package(model: nn.Module, tokens: Tensor, mesh: DeviceMesh, path: Path) -> None:
-    """Compile for inputs shaped like `tokens`. The group's name, a constant of the program, is saved as metadata."""
+    """Save the model, compiled for inputs shaped like `tokens`, with the name of its process group as metadata."""
     program = torch.export.export(model, (tokens,))
     options = {"aot_inductor.metadata": {"weft_group": mesh.get_group().group_name}}
     torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
@@ -89,7 +89,7 @@ def continuation(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def print_numbers(rank: int, name: str, numbers: Tensor) -> None:
     line = f"rank {rank} {name}: " + " ".join(f"{number:.9g}" for number in numbers.flatten().tolist())
-    # In one write, which print does not guarantee, because the ranks share a terminal.
+    # The ranks share a terminal: one write keeps the line together, while print may write its newline separately.
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

@@ -17,7 +17,8 @@ def batch_digest(batch: Any) -> int:
     """Return 63 bits of a hash over the tensors of a nested batch: their order, shapes, dtypes and bytes.
 
     Finds tensors in mappings, sequences, dataclasses and attributes of objects, such as the batches of Hugging Face and
-    PyTorch Geometric. Other values, such as file names, are ignored.
+    PyTorch Geometric. Other values, such as file names, are ignored. A DTensor is hashed as its local shard, a sparse
+    tensor as its coalesced indices and values.
     """
     digest = hashlib.blake2b(digest_size=8)
     for tensor in _tensors(batch, set()):
@@ -52,11 +53,12 @@ def _tensors(value: Any, visited: set[int]) -> Iterable[Tensor]:
 
 
 class BatchCheck:
-    """Compares some batches of each loop between the ranks of a group.
+    """Compares some batches between the ranks of a group.
 
-    These are the first `num_first` batches, every `every`-th batch (none if `every` is 0), and the first batch after
-    each `begin_epoch`; with `num_first` and `every` both 0, none. A loop is "training", "validation", "test" or
-    "prediction"; under Fabric "training" or "evaluation".
+    The compared batches are the first `num_first` of each loop since `restart`, every `every`-th of each loop, and the
+    next batch after each `begin_epoch`, of whichever loop. If `every` is 0, only the first and the last rule apply; if
+    `num_first` is 0, too, no batch is compared. A loop is "training", "validation", "test" or "prediction"; under
+    Fabric "training" or "evaluation".
     """
 
     def __init__(self, num_first: int, every: int) -> None:
@@ -71,12 +73,12 @@ class BatchCheck:
         return self._num_first > 0 or self._every > 0
 
     def restart(self) -> None:
-        """Count from zero again: a new run begins."""
+        """Count the batches of every loop from zero again: a new run begins."""
         self._num_batches.clear()
         self._epoch_begins = False
 
     def begin_epoch(self) -> None:
-        """Compare the next batch: a sampler may draw its order from generators whose states differ between ranks."""
+        """Compare the next batch, if the check is on: the random generators of a sampler may differ between ranks."""
         self._epoch_begins = self.is_on
 
     def check(
@@ -87,9 +89,9 @@ class BatchCheck:
         device: torch.device,
         group_kind: str = "tensor-parallel group",
     ) -> None:
-        """Count one batch of `loop`, and compare it if it is due, which is collective over `group`.
+        """Count one batch of `loop` and, if it is due, compare it; the comparison is collective over `group`.
 
-        `group_kind`: the kind of group in the error.
+        `group_kind`: what the error calls the group.
 
         Raises:
             ValueError: on every rank of the group, if the ranks hold different batches.

@@ -1,9 +1,9 @@
-"""Checkpoints of a model whose parameters are DTensors: a directory of shards, or one file as any Trainer writes it.
+"""Checkpoints of a model in shards or stages: a directory of shards, or one file as any Trainer writes it.
 
-The directory is written by torch.distributed.checkpoint with the keys "model" and "optimizer_0", ..., and has a
-`meta.pt` for the rest: the format that Lightning's `consolidate_checkpoint` converts to one file. (Lightning's
-ModelParallelStrategy writes the key "state_dict", which `consolidate_checkpoint` does not accept.) An optimizer without
-state goes into meta.pt, because torch.distributed.checkpoint drops empty dictionaries.
+torch.distributed.checkpoint writes the shards; a `meta.pt` in the directory has all other entries. The keys are "model"
+and "optimizer_0", ..., as Lightning's `consolidate_checkpoint` expects (not "state_dict", the model's key in
+directories of Lightning's ModelParallelStrategy); under Fabric they are the user's. An optimizer without state goes
+into meta.pt, because torch.distributed.checkpoint drops empty dictionaries.
 
 All ranks must call the functions that save or load, except `write_file`.
 """
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from weft._plugin.optimizer_state import FullModel, load_sharded_state, load_state, rekey_by_name
 
 METADATA_FILENAME = "meta.pt"
-# The key of the model in a directory that weft has written, and in one that ModelParallelStrategy has written.
+# The model's key in a Trainer's directory: that of weft's strategy, that of Lightning's ModelParallelStrategy.
 MODEL_KEYS = ("model", "state_dict")
 
 
@@ -35,7 +35,7 @@ def optimizer_key(idx: int) -> str:
 
 
 def without_none(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments that are not None: `load_checkpoint` of Lightning 2.5 does not take `weights_only`."""
+    """Return the arguments that are not None: Lightning 2.5 does not take `weights_only`, which is None by default."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -53,7 +53,7 @@ def save_directory(
 ) -> None:
     """Write a Trainer's `checkpoint`, in which "state_dict" and "optimizer_states" hold DTensors, as a directory.
 
-    `pipeline_group`: the ranks that hold the stages of the model; None: it has no stages.
+    `pipeline_group`: the ranks that hold the stages of the model; None: the model has no stages.
     """
     rest = dict(checkpoint)
     states = rest.pop("optimizer_states", [])
@@ -72,7 +72,8 @@ def write_directory(
 ) -> None:
     """Write state dicts of DTensors, and the rest from the first rank, as the directory `path`.
 
-    The directory is written under another name and renamed when complete; a previous checkpoint is kept until then.
+    The directory is written under another name and renamed when complete; a previous checkpoint at `path` is removed
+    just before the renaming.
     """
     check_checkpoint_path(path)
     partial = path.with_name(f".{path.name}.partial")
@@ -81,7 +82,7 @@ def write_directory(
         partial.mkdir(parents=True)
     barrier()
     have_state = {key for key, state in optimizers.items() if state["state"]}
-    if pipeline_group is not None:  # some stages may have no trainable parameters
+    if pipeline_group is not None:  # an optimizer has no state on a stage without trainable parameters
         gathered: list[Any] = [None] * pipeline_group.size()
         dist.all_gather_object(gathered, have_state, group=pipeline_group)
         have_state = set().union(*gathered)
@@ -95,7 +96,7 @@ def write_directory(
         else:
             path.unlink(missing_ok=True)
         partial.rename(path)
-    barrier()  # after which every rank finds the checkpoint
+    barrier()  # after this, every rank finds the checkpoint
 
 
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
@@ -122,9 +123,11 @@ def load_directory(
     weights_only: bool | None,
     full_model: FullModel | None = None,
 ) -> dict[str, Any]:
-    """Load a directory of shards, saved by any number of ranks, into the model and the optimizers; return the rest.
+    """Load a directory of shards, saved by any number of ranks, into the model and the optimizers.
 
     `full_model`: describes the model of all stages; None: the model has no stages.
+
+    Returns the content of meta.pt without the optimizers that were loaded from it.
     """
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     model_key = next((k for k in MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), MODEL_KEYS[0])
@@ -143,7 +146,7 @@ def load_directory(
 
 
 def _names_of_all_stages(local_names: Iterable[str], full_model: FullModel | None) -> set[str]:
-    """Return the names in the state of all stages; collective over the stages.
+    """Return the names of the entries in the model states of all stages; collective over the stages.
 
     With `full_model` None the model has no stages, and `local_names` are all names.
     """
@@ -155,7 +158,7 @@ def _names_of_all_stages(local_names: Iterable[str], full_model: FullModel | Non
 
 
 def _check_names(path: Path, saved: Iterable[str], expected: Iterable[str]) -> None:
-    """Raise RuntimeError, as `load_state_dict` does, if a checkpoint does not have the names of the model's state.
+    """Raise RuntimeError, as `load_state_dict` does, unless a checkpoint has exactly the expected names.
 
     An expected entry that is a dict is saved under several names, each with the entry's name as a prefix.
     """
@@ -175,9 +178,9 @@ def _check_names(path: Path, saved: Iterable[str], expected: Iterable[str]) -> N
 def load_optimizer_of_directory(
     path: Path, key: str, model: torch.nn.Module, optimizer: Optimizer, rest: dict[str, Any]
 ) -> bool:
-    """Load the optimizer saved as `key`, from the shards or, if it had no state, from `rest` (the content of meta.pt).
+    """Load the optimizer saved as `key`: from `rest`, the content of meta.pt, if it had no state, else from the shards.
 
-    Returns whether the checkpoint has it.
+    Returns whether the checkpoint has an optimizer `key`. An optimizer found in `rest` is removed there.
     """
     if key in rest:
         load_state(model, optimizer, rest.pop(key))
@@ -197,9 +200,10 @@ def load_file(
     weights_only: bool | None,
     full_model: FullModel | None = None,
 ) -> dict[str, Any]:
-    """Load a Trainer's single file, saved by any strategy, into the model and the optimizers; return the rest.
+    """Load a Trainer's single file, saved by any strategy, into the model and the optimizers.
 
-    Every rank memory-maps the file and reads only its shards; no tensors are communicated.
+    Every rank memory-maps the file and reads only its shards; no tensors are communicated. Returns the file's other
+    entries.
     """
     checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     saved = checkpoint.pop("state_dict")

@@ -1,4 +1,4 @@
-"""Logs and warnings of weft's strategies, on the first rank only, as Lightning prints its own."""
+"""Logs and warnings of weft's strategies, through Lightning's functions for global rank 0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 
 
 class Console:
-    """Prints through Lightning's functions; `fabric_module`: the package that has them, such as "lightning.fabric"."""
+    """Logs and warns on global rank 0; `fabric_module`: the module of Fabric, such as "lightning.fabric"."""
 
     def __init__(self, fabric_module: str) -> None:
         self._rank_zero_module = f"{fabric_module}.utilities.rank_zero"

@@ -26,13 +26,13 @@ def consolidate_checkpoint(
 
         model = LitModel.load_from_checkpoint(weft.lightning.consolidate_checkpoint("last.ckpt"))
 
-    Not collective: call it in one process, in a script of several ranks under `if trainer.is_global_zero:`. It holds
-    the full checkpoint in CPU memory.
+    Not collective: call it in one process, in a script of several ranks under `if trainer.is_global_zero:`. The process
+    holds the full checkpoint in CPU memory.
 
     Args:
         directory: written by `trainer.save_checkpoint` or a ModelCheckpoint, on any number of ranks.
         file: the path of the new file; None: "DIRECTORY.consolidated".
-        weights_only: as in `torch.load`, for entries that are not tensors, such as hyperparameters.
+        weights_only: as in `torch.load`, for the directory's meta.pt: hyperparameters, loops, callbacks and the like.
 
     Returns:
         The path of the file.
@@ -90,7 +90,7 @@ def _read_shards(directory: Path) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Replace each nested dict with int keys by a list: int keys are positions, the keys of saved dicts are strings."""
+    """Return `value` with dicts of int keys as lists: the keys of saved dicts are strings, int keys are positions."""
     if not isinstance(value, dict):
         return value
     if value and all(isinstance(key, int) for key in value):

@@ -44,7 +44,7 @@ class DataAxes:
 
     @property
     def shards_parameters(self) -> bool:
-        """Return whether FSDP2 shards parameters; else each rank has unsharded gradients, which are averaged."""
+        """Return whether FSDP2 shards parameters over data_parallel, and averages gradients in place of weft."""
         return self._zero_stage >= 2 and self._data_size > 1
 
     @property
@@ -78,12 +78,12 @@ class DataAxes:
         return names
 
     def average_gradients_of(self, module: Module) -> None:
-        """Average a module's gradients in each later backward, unless FSDP2 shards its parameters.
+        """Average a module's gradients in each later backward; do nothing if `shards_parameters`, or on one data rank.
 
-        Call it after the parameters are on their final device: moving a DTensor loses its hooks.
+        Call this after the parameters are on their final device: moving a DTensor removes its hooks.
 
         Raises:
-            ValueError: FSDP2 has sharded the parameters already, in an earlier run or in the user's code.
+            ValueError: `zero_stage` needs unsharded parameters, and an earlier run or the user's code has used FSDP2.
         """
         if self.size == 1 or self.shards_parameters:
             return
@@ -99,9 +99,9 @@ class DataAxes:
         self._reducers[module] = GradientReducer(module, self.group)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Make an optimizer use averaged gradients; at zero_stage 1, make it step only this rank's `ShardedStates`.
+        """Make an optimizer use averaged gradients; at zero_stage 1, step only this rank's shards (`ShardedStates`).
 
-        With FSDP2, each step frees the parameters that are still gathered, because they have the old values.
+        With FSDP2, each optimizer step frees the parameters that are still gathered, because they have old values.
         """
         if not self.shards_parameters and self.size > 1:
             optimizer.register_step_pre_hook(lambda *_: self._average_pending())
@@ -122,7 +122,7 @@ class DataAxes:
                 ShardedStates(optimizer, self.mesh[DATA_AXIS].get_group())
 
     def average(self, parameter: Tensor) -> None:
-        """Average one complete gradient now, unless FSDP2 reduces it; collective."""
+        """Average the complete gradient of a parameter now, unless FSDP2 reduces gradients; collective."""
         if self.size > 1 and not self.shards_parameters:
             from weft.strategy.data_parallel.reducer import average_gradient
 
@@ -162,7 +162,7 @@ class DataAxes:
 
 
 def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy | None:
-    """Return the dtypes in which FSDP2 gathers and reduces for a precision of Lightning; None: the parameters' dtypes.
+    """Return the policy of FSDP2 for a precision of Lightning; None: it gathers and reduces in the parameters' dtypes.
 
     Gradients of half types are always reduced in float32, which increases only the bytes that are sent.
     """

@@ -19,12 +19,13 @@ class DeferredGradients:
     parameters: all parameters that get gradients.
     is_first: whether gradients are zeroed before the backward; else the backward adds to those of earlier batches.
     keeps_earlier_until_zeroed: if `is_first`, keep the gradients of earlier batches until the Trainer zeroes them,
-        because code may read them before; False: free them before the step, which saves one set of gradients.
+        because code may read them before; False: free them before `computing`, which saves one set of gradients.
     scale: the factor that the gradients already contain, and by which the Trainer will multiply the loss; None: the
         factor is unknown before the backward, which then multiplies the gradients by it.
 
     If the scale is known, the step of a later accumulated batch adds its gradients to the earlier ones directly. In
-    this case, or if earlier gradients are freed, one set of gradients is alive during the step; otherwise two are.
+    this case, or if there are no earlier gradients or they are freed, one set of gradients is alive during the step;
+    otherwise two are.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class DeferredGradients:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Keep the gradients that are computed inside for `install`, unless they are added at once."""
+        """Keep the gradients that are computed inside for `install`, unless they are added to earlier ones directly."""
         if self._adds_at_once:
             yield
             return

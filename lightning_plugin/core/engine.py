@@ -57,8 +57,9 @@ class Engine:
     Attributes:
         name: the name of the strategy's class, for errors.
         plan: the plan that is applied; None: the user's code shards the model.
-        stages: the model in stages, if there is a pipeline.
+        stages: divides the model into the stages of a pipeline, if the options ask for it.
         batch_check: compares batches between the ranks of a tensor-parallel group.
+        The other attributes are the arguments, and parts that their classes describe.
 
     Raises:
         ValueError, TypeError: an option that is invalid for any number of devices.
@@ -139,7 +140,7 @@ class Engine:
         return resolve_sizes(self.name, self._sizes, self.strategy.num_processes, self.strategy.num_nodes)
 
     def check_devices(self) -> None:
-        """Raise if the options do not fit the number of devices, before any process is launched."""
+        """Raise RuntimeError or ValueError if the options, or an existing process group, do not fit the devices."""
         check_world_size(self.strategy.num_processes * self.strategy.num_nodes)
         sizes = self.sizes_of_mesh()
         if sizes is not None and self.options.optimizer_in_backward == "rows":
@@ -185,7 +186,7 @@ class Engine:
 
     @contextmanager
     def deferred_init(self) -> Iterator[None]:
-        """With a plan, defer parameters created inside: applying the plan materializes only each rank's shards."""
+        """With a plan and `empty_init`, defer parameters created inside; applying the plan materializes only shards."""
         if self.plan is None or not self.options.empty_init:
             yield
             return
@@ -229,7 +230,7 @@ class Engine:
 
     @contextmanager
     def optimizer_step(self, optimizer: Any) -> Iterator[None]:
-        """Inside, an optimizer that is not known to step each element alone computes as with unsharded parameters."""
+        """With a plan: inside, an optimizer not known to be elementwise computes as with unsharded parameters."""
         from weft.strategy import local_parameters
         from weft.strategy.data_parallel import steps_elements_alone
 
@@ -238,6 +239,6 @@ class Engine:
             yield
 
     def average_gradients_of(self, module: torch.nn.Module) -> None:
-        """Average a module's gradients in each later backward, unless the optimizer steps inside the backward."""
+        """With a plan, average gradients in each later backward, unless the optimizer steps inside the backward."""
         if self.plan is not None and not self.options.optimizer_in_backward:
             self.data_axes.average_gradients_of(module)

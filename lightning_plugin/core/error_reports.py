@@ -55,7 +55,7 @@ class ErrorReports:
 
     @classmethod
     def open(cls, path: str) -> ErrorReports | None:
-        """Open the log that another process has as `path`; None if that fails, for example because it has ended."""
+        """Open the log of another process, which has this `path`; None on failure, such as when that process ended."""
         with contextlib.suppress(OSError):
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         return None
@@ -68,7 +68,7 @@ class ErrorReports:
     def report(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, show: Callable[[], object]
     ) -> None:
-        """Call `show`, which prints the traceback to stderr, unless another rank has printed the same one.
+        """Call `show`, which prints the traceback; if another rank has printed the same one, print one line instead.
 
         If anything but `show` fails here, the traceback is still printed.
         """
@@ -97,7 +97,7 @@ class ErrorReports:
         deadline = time.monotonic() + TURN_SECONDS
         while True:
             try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # processes forked from this one do not hold it
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # forked processes do not inherit the lock
                 break
             except (BlockingIOError, PermissionError):  # POSIX allows either
                 if time.monotonic() >= deadline:
@@ -109,7 +109,7 @@ class ErrorReports:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def _printed(self) -> dict[str, str]:
-        """Return the rank that printed each error."""
+        """Return {key of an error, see `report`: the rank that printed the error}."""
         lines = os.pread(self._fd, os.fstat(self._fd).st_size, 0).decode().splitlines()
         return {key: rank for key, _, rank in (line.rpartition(" ") for line in lines)}
 
@@ -143,7 +143,7 @@ def _rank() -> int:
 
 
 def _stderr_identity() -> str:
-    """Return the file that stderr writes to: a rank may have a separate file, which must contain its errors."""
+    """Return device and inode of the file behind stderr: a rank's separate file must contain that rank's errors."""
     status = os.fstat(sys.stderr.fileno())
     return f"{status.st_dev}:{status.st_ino}"
 

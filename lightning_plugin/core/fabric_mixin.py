@@ -92,13 +92,13 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         return None if self.data_axes.size == 1 else super().distributed_sampler_kwargs
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """See StrategyMixin; collective. Unless lengths are known and equal, ranks are compared before each batch."""
+        """See StrategyMixin, and for the comparison of lengths `FabricLoaders.with_length_check`; collective."""
         return self._loaders.with_length_check(super().process_dataloader(without_lockstep(dataloader)), self._modules)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As the stock one, by default over the data axes, so ranks with the same data count once.
 
-        A single data-parallel rank returns `tensor` itself.
+        With one data-parallel rank and no `group`, returns `tensor` itself.
         """
         if group is None and self.data_group.size() == 1:
             return tensor
@@ -112,7 +112,11 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by the norm over all ranks' shards, on any axes; return the norm before clipping."""
+        """Unscale gradients and clip by their norm over the shards of all axes; return the norm before clipping.
+
+        Raises:
+            RuntimeError: with optimizer_in_backward.
+        """
         from weft.strategy.data_parallel import clip_gradients_by_norm
 
         self._check_clipping()
@@ -153,7 +157,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer; if it was built before its modules were sharded, it now steps their new parameters."""
+        """Return the optimizer; if built before the modules were sharded, it now steps the modules' new parameters."""
         engine = self._engine
         steps_in_backward = engine.options.optimizer_in_backward
         if steps_in_backward and (engine.in_backward.is_active or not self._modules):
@@ -174,7 +178,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward and average gradients.
 
-        After the first backward, check that replicated parameters have equal gradients on all ranks.
+        After the first backward, check that replicated parameters have equal gradients in a tensor-parallel group.
         """
         if isinstance(tensor, DTensor):
             raise ValueError(
@@ -197,14 +201,15 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
 
         Args:
             batch: the same on every stage of a replica, as Fabric's data loaders return it.
-            loss_fn: given the model and a micro-batch, calls the model once and returns its loss, a scalar.
+            loss_fn: given the model and a micro-batch, calls the model once and returns the loss, a scalar.
             split, weight: as `weft.strategy.pipeline.Pipeline.step` takes them.
 
         Returns:
-            The weighted mean of the losses over this rank's share of the data, the same on every stage.
+            The weighted mean of the losses over the micro-batches of `batch`, the same on every stage.
 
         Raises:
             ValueError: the stages have different batches, or the precision scales gradients ("16-mixed").
+            RuntimeError: no model has been set up in stages.
         """
         return fabric_pipeline.train_batch(self._engine, batch, loss_fn, split=split, weight=weight)
 
@@ -219,7 +224,11 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Write `state` as `save_distributed_checkpoint` says; collective."""
+        """Write `state` as a directory or, with save_distributed_checkpoint=False, as one file; collective.
+
+        The stock method runs instead if there is no plan, if `storage_options` or `filter` is given, or if `state` does
+        not have exactly one model.
+        """
         engine = self._engine
         models = {key: value for key, value in state.items() if isinstance(value, Module)}
         if self.plan is None or storage_options is not None or filter is not None or len(models) != 1:

@@ -1,8 +1,8 @@
 """Builds and registers one strategy class for each installed `Flavour`; builds callback classes, too.
 
-A namespace is an import name of the same code: `lightning` has `lightning.pytorch` and `lightning.fabric`;
-`pytorch-lightning` installs `pytorch_lightning` and `lightning_fabric`. Their classes are distinct: a Trainer of one
-does not accept a strategy of the other.
+Lightning's code is installed under several import names, the namespaces: `lightning` has `lightning.pytorch` and
+`lightning.fabric`; `pytorch-lightning` installs `pytorch_lightning` and `lightning_fabric`. Their classes are distinct:
+a Trainer of `lightning.pytorch` does not accept a strategy of `pytorch_lightning`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _check_installed(flavour: Flavour) -> None:
 
 
 def register_installed() -> None:
-    """Register the names in every installed namespace's registry; a second call changes nothing.
+    """Register the names of `PRESETS` in every installed namespace's registry; a second call changes nothing.
 
     Raises:
         ValueError: a name is registered for another strategy.

@@ -1,4 +1,4 @@
-"""Compares the gradients of replicated parameters between ranks, after the first backward of a run."""
+"""Compares gradients of replicated parameters in a tensor-parallel group, after the first backward of a run."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# These run between the backward and the step, when all gradients have been used and freed.
+# Overrides of these hooks could read gradients after the backward, when all gradients have been used and freed.
 _MODULE_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
@@ -49,7 +49,7 @@ def clips_by_norm(trainer: Any) -> bool:
 
 
 def is_overridden(hook: str, instance: Any, base_name: str) -> bool:
-    """Return whether a module or a callback overrides the method of Lightning's class `base_name`."""
+    """Return whether a module or a callback overrides the method `hook` of Lightning's class `base_name`."""
     if hook in vars(instance):
         return True
     base = next(cls for cls in type(instance).__mro__ if cls.__name__ == base_name)

@@ -29,7 +29,7 @@ class InBackwardSteps:
         return 0 if self._stepper is None else self._stepper.num_stepped
 
     def start(self, module: nn.Module, optimizer: Optimizer, clip_value: float | None = None) -> None:
-        """Make the optimizer step in the module's backwards; `clip_value`: the largest magnitude of gradients."""
+        """Make the optimizer step in the module's backwards, after clipping to +-`clip_value`; None: no clipping."""
         from weft.strategy import StepInBackward
 
         engine = self._engine

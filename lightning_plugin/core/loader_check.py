@@ -45,7 +45,7 @@ def has_reliable_length(loader: Any) -> bool:
 
 
 def gather(state: LoaderState, groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[LoaderState]:
-    """Return the states of all ranks of the mesh whose axes are `groups`, by rank.
+    """Return the states of all ranks of the mesh whose axes are `groups`, sorted by rank.
 
     Collective over each group in turn: all ranks pass equally many numbers.
     """
@@ -76,7 +76,7 @@ def check_equal_states(
     data-parallel ranks.
 
     Args:
-        states: of all ranks that call this, in one order, so that either all ranks raise or none.
+        states: of all ranks that call this, in the same order on each, so that either all ranks raise or none.
         exchanged: the tensors that data-parallel ranks exchange in every batch, such as "gradients"; None: they
             exchange nothing, and may differ.
         describe: returns a text on a rank's numbers, such as "has 5 batches".
@@ -100,7 +100,7 @@ def check_equal_states(
 
 
 def _describe_groups(members: Sequence[LoaderState], describe: Callable[[tuple[int, ...]], str]) -> str:
-    """Return a text on the members, with those of equal descriptions together."""
+    """Return a text on the members; ranks with equal descriptions are listed together."""
     by_text: dict[str, list[int]] = {}
     for state in members:
         by_text.setdefault(describe(state.numbers), []).append(state.rank)
@@ -124,7 +124,7 @@ def describe_next(numbers: tuple[int, ...]) -> str:
 
 
 class LockstepLoader:
-    """Wraps a loader: before each batch, the ranks check that all of them have another one, or that none has.
+    """Wraps a loader: before each batch, the ranks check that either all of them or none have another batch.
 
     Otherwise it acts as the wrapped loader: its attributes are those of `loader`.
 
@@ -163,7 +163,7 @@ class LockstepLoader:
 
 
 class _StatefulLockstepLoader(LockstepLoader):
-    """Has the methods of stateful loaders on the class.
+    """Defines the methods of stateful loaders on the class.
 
     Lightning uses `isinstance` with a runtime-checkable protocol, which since Python 3.12 ignores `__getattr__`.
     """
@@ -184,7 +184,7 @@ def in_lockstep(loader: Any, make_check: Callable[[], Callable[[bool], None] | N
 
 
 def without_lockstep(loader: Any) -> Any:
-    """Return the loader that an earlier run has wrapped, or the loader itself."""
+    """Return the loader that a LockstepLoader of an earlier run wraps, or else `loader` itself."""
     return loader._weft_loader if isinstance(loader, LockstepLoader) else loader
 
 

@@ -3,9 +3,10 @@
 The ranks of a tensor-parallel group and the stages of a pipeline have equal data ranks and get the same batches. Ranks
 with different data ranks get different batches, and need the same number only if they exchange tensors in every batch.
 
-Lengths are compared when a loader is set up; if those of training loaders differ, the resulting numbers of batches are
-compared at the next training step. Loops over loaders whose lengths are unknown or unreliable or, under Fabric, differ
-compare before each batch whether all ranks have another one (`LockstepLoader`).
+Lengths are gathered when a loader is set up. The Trainer compares those of validation, test and prediction loaders at
+once; if those of training loaders differ, it compares the numbers of batches that will run at the next training step.
+If lengths are unknown or unreliable or, under Fabric, differ, a `LockstepLoader` checks before each batch that all
+ranks or none have another batch. With check_batches=0 and check_batches_every=0, nothing is compared.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _NO_LIMIT = 2**62
 
 
 class Loaders:
-    """What the loaders of the Trainer and of Fabric have in common."""
+    """The base class for the loaders of the Trainer and of Fabric."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -56,7 +57,7 @@ class Loaders:
             check.begin_epoch()
 
     def gather_states(self, *numbers: int, from_all_ranks: bool) -> list[LoaderState]:
-        """Gather numbers on this rank's loader from all ranks, or from those that get this rank's batches."""
+        """Return the `numbers` of all ranks, or of the ranks that get the same batches as this rank; collective."""
         engine = self._engine
         stage_groups = [engine.stages.group] if engine.options.has_stages else []
         stage = stage_groups[0].rank() if stage_groups else 0
@@ -67,7 +68,10 @@ class Loaders:
         return gather(state, groups, engine.device)
 
     def check_next(self, loader_name: str, advice: str, exchanged: str | None, has_batch: bool) -> None:
-        """Raise ValueError on all ranks if some have another batch and others do not; collective."""
+        """Raise ValueError if some ranks have another batch and others do not.
+
+        Collective over all ranks; if `exchanged` is None, over the ranks that get the same batches as this rank.
+        """
         states = self.gather_states(int(has_batch), from_all_ranks=exchanged is not None)
         check_equal_states(states, exchanged, describe_next, loader_name, advice)
 
@@ -79,7 +83,7 @@ class FabricLoaders(Loaders):
         """Return a loader whose loops compare ranks before each batch unless lengths are known and equal; collective.
 
         modules: the strategy's list, to which modules set up later are appended. Data-parallel ranks must run equally
-            many batches if FSDP2 shards one of them.
+            many batches if FSDP2 shards one of these modules.
         """
         if not self.are_compared:
             return dataloader
@@ -88,9 +92,9 @@ class FabricLoaders(Loaders):
         return in_lockstep(dataloader, partial(self._begin_loop, states, modules))
 
     def _begin_loop(self, states: list[LoaderState], modules: Sequence[Module]) -> Any:
-        """Start the comparisons of a loop's batches; return the check before each batch, or None, for LockstepLoader.
+        """Start comparing a loop's batches; return the function that LockstepLoader calls before each batch, or None.
 
-        `states`: with the loader's length on each rank.
+        `states`: each has the loader's length on one rank as its number.
         """
         self.begin_epoch()
         is_sharded = any(isinstance(inner, FSDPModule) for module in modules for inner in module.modules())
@@ -166,14 +170,14 @@ class TrainerLoaders(Loaders):
         self.check_next(loader_name, advice, exchanged, has_batch)
 
     def begin_training_step(self) -> None:
-        """At an epoch's first step, start the comparison of batches; compare training lengths that may differ."""
+        """At an epoch's first step, start comparing batches; compare the numbers of batches if lengths differ."""
         if self._strategy.lightning_module.trainer.fit_loop.batch_idx == 0:
             self.begin_epoch()
         if self._training_lengths_differ:
             self._compare_training_lengths()
 
     def _compare_training_lengths(self) -> None:
-        """Raise ValueError if some ranks end an epoch before others and before max_steps."""
+        """Raise ValueError if ranks run different numbers of batches before max_steps, or between validations."""
         self._training_lengths_differ = False
         trainer = self._strategy.lightning_module.trainer
         end = _batches_before_max_steps(trainer)
@@ -217,7 +221,7 @@ def _loop_of(trainer: Any) -> tuple[str, str]:
 
 
 def _limited(length: int, limit: float) -> int:
-    """Return the number of batches of a loader that run under a limit: a number of batches (int) or a share (float)."""
+    """Return the number of batches of a loader that run under a limit, a number (int) or a fraction (float)."""
     if isinstance(limit, int):
         return limit if length == UNKNOWN else min(length, limit)
     return UNKNOWN if length == UNKNOWN else int(length * limit)
@@ -228,7 +232,7 @@ def _advice(limit_name: str) -> str:
 
 
 def _batches_before_max_steps(trainer: Any) -> int | None:
-    """Return the number of batches of this epoch until max_steps; None: unknown, with manual optimization."""
+    """Return the number of batches from the epoch's start to max_steps; None: unknown, with manual optimization."""
     if trainer.max_steps == -1:
         return _NO_LIMIT
     if not trainer.lightning_module.automatic_optimization:

@@ -18,7 +18,8 @@ class MemoryMixin:
 
     On CPUs: "memory/total", and one value for each category of `weft.memory`, such as "memory/gradients". On CUDA
     devices: "memory/total", and "memory/allocated" and "memory/reserved" of torch's caching allocator. A peak covers
-    the time since the count began, or since `weft.memory.reset_peak()`. Each log takes one collective.
+    the time since the count began (CUDA: since the process started) or since `weft.memory.reset_peak(device)`. Each log
+    takes one collective.
 
     On CPUs, the run starts the count of `weft.memory` if it is off. Parameters and buffers that the count has not seen,
     such as those of a model built in `__init__`, are added to "parameters" by their sizes; other earlier tensors are
@@ -100,7 +101,7 @@ class MemoryMixin:
 
 
 def _peaks_of_all(device: torch.device, uncounted_bytes: int) -> list[dict[str, int]]:
-    """Return the peaks by rank of the world; collective. `uncounted_bytes`: added to this rank's parameters on CPU."""
+    """Return each rank's peaks, by global rank; collective. `uncounted_bytes`: added to "parameters" on CPUs."""
     if device.type == "cuda":
         peak = {"allocated": memory.peak(device), "reserved": memory.peak_reserved(device)}
         peak = {"total": peak["allocated"], **peak}

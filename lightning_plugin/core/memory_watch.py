@@ -11,7 +11,7 @@ from weft import memory
 
 
 class MemoryWatch:
-    """Forwards the phases of steps to a `weft.memory.Watch`, if memory is counted; else does nothing."""
+    """Forwards the phases of steps to a `weft.memory.Watch`, if memory is counted at `begin`; else does nothing."""
 
     def __init__(self) -> None:
         self._watch: memory.Watch | None = None

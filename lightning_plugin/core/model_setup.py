@@ -18,7 +18,7 @@ _LARGE_BYTES = 10**6
 
 
 def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None], **shard_options: Any) -> bool:
-    """Make the ranks' values equal, then shard; return whether some tensors have no values yet (meta tensors).
+    """Make the ranks' values equal, then shard if there is a plan; return whether the module had meta tensors.
 
     Args:
         engine: after `begin_run`.

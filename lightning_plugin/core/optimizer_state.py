@@ -1,11 +1,11 @@
-"""Saves and loads optimizer state by parameter name, without a step of the optimizer.
+"""Saves optimizer state by parameter name, or by index for single files, and loads it, without an optimizer step.
 
 torch's `get_optimizer_state_dict` runs `optimizer.step()` on an optimizer that has no state yet, and Lightning's
 loading fails on a checkpoint without state (SGD without momentum; anything saved before the first step).
 
-The format is torch's: {"state": {parameter name: {"exp_avg": Tensor, ...}}, "param_groups": [{"params": [names],
-"lr": ..., ...}]}. State of a parameter that is a DTensor is either a DTensor of the same global shape and placements
-or a plain tensor, such as a step count.
+The format by name is torch's: {"state": {parameter name: {"exp_avg": Tensor, ...}}, "param_groups": [{"params":
+[names], "lr": ..., ...}]}. State of a parameter that is a DTensor is either a DTensor of the same global shape and
+placements or a plain tensor, such as a step count.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FullModel:
 
 
 def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
-    """Return each parameter's name in checkpoints; for tied parameters the first name, even if on another stage."""
+    """Return {parameter: name in checkpoints}; tied parameters have the name on the first stage that has a copy."""
     from weft.strategy.pipeline import find_staged
     from weft.strategy.recognition.assignments import join
 
@@ -119,7 +119,7 @@ def _check_group_sizes(saved: list[int], present: list[int]) -> None:
 
 
 def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state by parameter name; states of parameters that are DTensors are DTensors.
+    """Return the optimizer's state by parameter name, in the format above.
 
     Collective at zero_stage 1, which gathers the states that it shards.
     """
@@ -224,7 +224,7 @@ def load_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mapping[str
 def _local_groups(
     module: torch.nn.Module, names: Mapping[Tensor, str], groups: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return saved groups without the parameters that only other stages have; `names`: this rank's parameters."""
+    """Return saved groups without the parameters that only other stages have; `names`: of this rank's parameters."""
     from weft.strategy.pipeline import find_staged
 
     if find_staged(module) is None:

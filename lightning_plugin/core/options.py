@@ -1,6 +1,7 @@
 """The options of weft's strategies: declared and documented once, and validated before any process is started.
 
-The strategies of the Trainer and of Fabric take Lightning's own options (`StockOptions`), then those of `Options`.
+The Trainer's strategy takes Lightning's own options (`StockOptions`), then those of `Options`. Fabric's strategy takes
+`parallelize_fn` (`FabricOptions`) before them, and omits the options in `TRAINER_ONLY`.
 `weft._plugin.signatures` makes their signatures and docstrings from these classes.
 """
 
@@ -82,8 +83,8 @@ class Options:
         check_batches_every: compare every N-th batch as well; 0: no others.
         fused_optimizers: make Adam, AdamW, SGD and, on CPUs, Adagrad use fused kernels without temporaries, unless
             `foreach` or `fused` was set; changes are logged. False: change no optimizer.
-        empty_init: with a plan, parameters that `configure_model` creates, or code in `init_module(empty_init=True)`,
-            are deferred: applying the plan materializes only the shards of each rank, with the values of an unsharded
+        empty_init: with a plan, parameters created in `configure_model` or inside `init_module(empty_init=True)` are
+            deferred: applying the plan materializes only the shards of each rank, with the values of an unsharded
             model. False: as in ModelParallelStrategy, where every rank first builds the full model.
         optimizer_in_backward: step each parameter as soon as its gradient is complete, and free the gradient, so that
             one gradient is alive at a time; under Fabric, call `step()` after each backward. For one Adam, AdamW or
@@ -95,8 +96,8 @@ class Options:
             "selective".
         activation_offload: keep the inputs of checkpointed modules in CPU memory until the backward; only on CUDA
             devices.
-        data_replicate_size: the number of replicas of the model that the other axes shard; "auto": the ranks that the
-            other sizes leave.
+        data_replicate_size: the number of replicas of the model, each sharded over the other axes; "auto": the ranks
+            that the other sizes leave.
         zero_stage: what is sharded over the data-parallel axis. 3: parameters, gradients and optimizer states (FSDP2,
             the gathered parameters of each unit freed after its forward); 2: the same, but they are freed after the
             unit's backward; 1: only the optimizer states; 0: nothing. None: 3 with a plan or `pipeline_cuts`; without
@@ -168,7 +169,7 @@ class Options:
 
     @property
     def sharding_stage(self) -> int:
-        """The ZeRO stage, with its default."""
+        """The ZeRO stage: `zero_stage`, or 3 if that is None."""
         return 3 if self.zero_stage is None else self.zero_stage
 
     def validate(self, owner: str, data_parallel_size: int | str, tensor_parallel_size: int | str) -> Sizes:

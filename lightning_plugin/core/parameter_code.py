@@ -2,8 +2,8 @@
 
 On one device such code reads `self.parameters()` as plain tensors: a penalty on weights, a norm for the log. Here it
 runs inside `weft.strategy.local_parameters`, which gives the same values. If the model is divided into stages, a rank
-has only the parameters of its own stages: `parameters()` of an incomplete module raises ValueError in a step, and warns
-in a gradient hook.
+has only the parameters of its own stages: `parameters()` of a module with layers on other stages (an incomplete module)
+raises ValueError in a step, and warns in a gradient hook.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CALL_GRADIENT_HOOKS = ("post_backward", "_after_closure")
 
 
 def run_step(step: Callable[..., Any], module: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
-    """Run one of the module's steps; `module`: the module with stages, whose `parameters()` raise inside, or None."""
+    """Return the result of a step; `module`: the LightningModule with stages, whose `parameters()` raises, or None."""
     from weft.strategy import local_parameters
     from weft.strategy.modules.sharded_errors import explaining_errors
     from weft.strategy.modules.vocab_head import materialize_logits
@@ -32,9 +32,9 @@ def run_step(step: Callable[..., Any], module: nn.Module | None, *args: Any, **k
 
 
 def with_local_parameters(method: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
-    """Return `method` wrapped in `local_parameters`, as the module's steps are.
+    """Return `method` wrapped to run inside `local_parameters`, in which steps also run.
 
-    module: the module with stages, whose `parameters()` warn inside, or None.
+    module: the LightningModule with stages, whose `parameters()` warns inside, or None.
     """
     from weft.strategy import local_parameters
 

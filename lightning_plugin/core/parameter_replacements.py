@@ -27,7 +27,7 @@ class ParameterReplacements:
         """Replace an optimizer's parameters by the modules' current ones; its groups keep their options.
 
         Raises:
-            RuntimeError: it has stepped already, so that its state has the sizes of the original parameters.
+            RuntimeError: the optimizer has state of the original parameters, which has their sizes.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         stale = [parameter for parameter in parameters if parameter in self._new]

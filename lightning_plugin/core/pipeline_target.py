@@ -25,7 +25,7 @@ class PipelineTarget:
 def find_target(
     owner: str, module: Any, given: str | None, cuts: Sequence[str] | None, num_stages: int
 ) -> PipelineTarget:
-    """Return the module to cut and its cuts, the same on every rank; changes nothing.
+    """Return the name of the module to cut and its cuts, the same on every rank; changes nothing.
 
     Cuts are names in the divided module, or in the LightningModule. Without `given`, the module is the child that
     has a forward of its own and contains all cuts. It is the LightningModule itself if no child contains them, or if
@@ -44,7 +44,7 @@ def find_target(
     """
     from weft.strategy.pipeline import find_staged
 
-    if given is None and (found := find_staged(module)) is not None:  # an earlier run has cut it
+    if given is None and (found := find_staged(module)) is not None:  # an earlier run has cut the module
         given = found[0]
     if given is None:
         given = _infer_name(owner, module, cuts, num_stages)
@@ -146,7 +146,7 @@ def _callable_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _has_layers_before(module: nn.Module, name: str) -> bool:
-    """Return whether modules with parameters were registered before a child; a forward would call them first."""
+    """Return whether modules with parameters were registered before a child; a forward may call them first."""
     for other, child in module.named_children():
         if other == name:
             return False

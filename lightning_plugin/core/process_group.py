@@ -1,4 +1,4 @@
-"""The lifetime of the process group: created once per process, kept between runs, destroyed at interpreter exit."""
+"""The lifetime of the process group: created once per process, kept between runs, destroyed at a clean exit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft._plugin.process_guard import guard
 
 
 def check_world_size(num_processes: int) -> None:
-    """Raise ValueError if this process is already a rank of a group of another size."""
+    """Raise ValueError if this process is already a rank of a default group of another size."""
     if dist.is_initialized() and dist.get_world_size() != num_processes:
         raise ValueError(
             f"this process is a rank of a group of {dist.get_world_size()} and cannot join one of {num_processes}: "
@@ -21,7 +21,7 @@ def check_world_size(num_processes: int) -> None:
 
 @contextmanager
 def destroying_group_at_exit() -> Iterator[None]:
-    """If the default group is created inside, destroy it at interpreter exit; leave an existing group alone."""
+    """If the default group is created inside, destroy it at a clean interpreter exit; leave an existing one alone."""
     existed = dist.is_initialized()
     yield
     guard().take_excepthook()
@@ -31,6 +31,6 @@ def destroying_group_at_exit() -> Iterator[None]:
 
 
 def _destroy(group: object) -> None:
-    # The user may have destroyed it and created another.
+    # The user may have destroyed this group and created another.
     if dist.is_initialized() and dist.group.WORLD is group:
         dist.destroy_process_group()

@@ -9,10 +9,10 @@ exceptions reach it. The guard uses means that still work then: a daemon thread 
 wake-up pipe that CPython's C-level signal handler writes to, and the kernel's parent-death signal.
 
     rank 0 is killed           -> the kernel kills the children (PR_SET_PDEATHSIG); off Linux their own guards end them
-    a child dies               -> the guard of rank 0 ends the tree after CHILD_GRACE_SECONDS
+    a child fails              -> the guard of rank 0 ends the tree after CHILD_GRACE_SECONDS
     SIGINT or SIGTERM in a run -> Python's handlers first; after SIGNAL_GRACE_SECONDS the guard ends the tree
     an exception on rank 0     -> the traceback, then the children are ended at exit
-    an exception on a child    -> the child exits without waiting for other ranks: see "a child dies"
+    an exception on a child    -> the child exits without waiting for other ranks: see "a child fails"
 
 Ranks that raise the same error print one traceback: see `error_reports.py`.
 """
@@ -84,7 +84,7 @@ class ProcessGuard:
             # The kernel kills at once, even a process that is stopped or holds the GIL.
             if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-        if os.getppid() != pid:  # it ended before the request was in force
+        if os.getppid() != pid:  # the parent ended before the request was in force
             os._exit(1)
         self._parent_pid = pid
 
@@ -100,7 +100,7 @@ class ProcessGuard:
         self._failed = failed
 
     def print_errors_once(self, reports: ErrorReports | None) -> None:
-        """From now on, print one line for an error that a rank of `reports` has printed; None: always the traceback."""
+        """From now on, print one line for an error that is in `reports` already; None: always the traceback."""
         self._reports = reports
 
     def take_excepthook(self) -> None:
@@ -190,7 +190,7 @@ class ProcessGuard:
 
     def _end(self, status: int) -> None:
         self._kill_children()
-        # In another thread: the main thread may be blocked inside a write while it holds the buffer's lock.
+        # Another thread flushes: the main thread may be blocked in a write and hold the buffer's lock.
         flusher = threading.Thread(target=_flush, daemon=True)
         flusher.start()
         flusher.join(0.5)

@@ -28,8 +28,8 @@ def broadcast_values(
 ) -> None:
     """Broadcast every parameter and buffer from the first rank along each axis (of `axes`) that does not shard it.
 
-    One tensor at a time, through `device`, because the groups' backends work there. Deferred and meta tensors, which
-    have no values yet, are skipped.
+    Tensors are broadcast one at a time, through `device`, because the groups' backends work there. Deferred and meta
+    tensors, which have no values yet, are skipped.
     """
     for axis in (mesh.mesh_dim_names or ()) if axes is None else axes:
         _broadcast_values(module, axis, mesh, device)
@@ -53,7 +53,7 @@ def _broadcast_values(module: torch.nn.Module, axis: str, mesh: DeviceMesh, devi
 
 
 def _local_if_replicated(axis: str, mesh: DeviceMesh, tensor: Tensor) -> Tensor | None:
-    """Return the local tensor if the ranks along `axis` hold equal ones; None if they do not, or if that is unknown."""
+    """Return the local tensor if it is replicated along `axis`; None if it is sharded, or if that is unknown."""
     if not isinstance(tensor, DTensor):
         return tensor
     names = tensor.device_mesh.mesh_dim_names or ("",)
@@ -99,10 +99,10 @@ def broadcast_random_state(group: dist.ProcessGroup, device: torch.device) -> No
 def random_state_of_first_rank(
     data_group: dist.ProcessGroup, tensor_group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[None]:
-    """Inside, all ranks of both groups draw the random numbers of their first rank.
+    """Inside, all ranks of both groups draw the random numbers of the first rank of all.
 
-    Afterwards, a generator whose state differed from the first rank's has its own state again: data-parallel ranks
-    with different seeds draw different numbers for their data.
+    Afterwards, a generator whose state differed between data-parallel ranks has its earlier state again, so that
+    data-parallel ranks with different seeds draw different numbers for their data.
     """
     broadcast_random_state(tensor_group, device)  # these ranks draw the same numbers afterwards, too
     local_state = _random_state(device)
@@ -115,7 +115,7 @@ def random_state_of_first_rank(
 
 
 def _is_same(left: Any, right: Any) -> bool:
-    """Return whether two states are equal; pickles of equal tensors may differ."""
+    """Return whether two states are equal; tensors are not pickled, because pickles of equal tensors may differ."""
     return torch.equal(left, right) if isinstance(left, Tensor) else pickle.dumps(left) == pickle.dumps(right)
 
 

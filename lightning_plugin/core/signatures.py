@@ -1,4 +1,4 @@
-"""Makes `__init__` of the classes that users construct: explicit signatures, docstrings, and errors with their names.
+"""Makes `__init__` of the classes that users construct: explicit signatures, docstrings, and errors with class names.
 
 These classes are made from mixins (`factory.py`), and Python's own errors would name the mixin. LightningCLI and
 `inspect` read the signatures, so there is no `**kwargs`.

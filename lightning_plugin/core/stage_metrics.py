@@ -1,4 +1,4 @@
-"""torchmetrics metrics of a LightningModule in stages: steps finish, and update metrics, only on the last stage."""
+"""Handles torchmetrics metrics of a LightningModule in stages: steps update metrics only on the last stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StageMetrics:
     """Makes `compute` of each metric in a module return the last stage's value on every stage.
 
     module: the LightningModule, whose metrics are handled.
-    excluded: modules that are left out, if they are metrics: those of the model in stages.
+    excluded: the modules of the model in stages; metrics among them are not handled.
     broadcast_from_last_stage: calls a function on the last stage and returns its result on every stage; collective.
     """
 

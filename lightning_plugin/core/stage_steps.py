@@ -57,7 +57,7 @@ class StageSteps:
         self._reducer = self._reducer_beside_stages() if is_fitting else None
 
     def _reducer_beside_stages(self) -> GradientReducer | None:
-        """Return a reducer for the parameters beside the stages; None if FSDP2, which skips these, is not used."""
+        """Return a reducer for the parameters beside the stages, which FSDP2 skips; None if none is needed."""
         parameters = list(self.last_stage_modules.parameters.values())
         if not parameters or not self._engine.data_axes.shards_parameters:
             return None
@@ -147,11 +147,11 @@ class StageSteps:
 
 
 class _MicroBatchStep:
-    """A module's step as the pipeline calls it, once or more for each micro-batch and stage."""
+    """A module's step as the pipeline calls it, once or more for each micro-batch on every stage."""
 
     def __init__(self, steps: StageSteps, micro_batches: Sequence[Any], step: Callable[[Any], Any]) -> None:
         self.micro_batches = micro_batches
-        self.outputs: dict[int, Any] = {}  # on the last stage: the step's results without losses, by micro-batch
+        self.outputs: dict[int, Any] = {}  # on the last stage, by micro-batch: results, in training without losses
         self.loss_dtype = torch.get_default_dtype()
         self._steps = steps
         self._step = step
@@ -192,7 +192,7 @@ class _MicroBatchStep:
         return [1.0 if size is None else float(size) for size in sizes]
 
     def join_results(self, sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
-        """Return the step's result for the batch, without the loss."""
+        """Return the step's result for the batch, in training without the loss."""
         if not self.outputs:
             return None
         return join_outputs([self.outputs[idx] for idx in sorted(self.outputs)], sizes, weights)
@@ -200,7 +200,7 @@ class _MicroBatchStep:
 
 @contextlib.contextmanager
 def restoring_state(module: Any, restores_buffers: bool = True) -> Iterator[None]:
-    """Afterwards, restore the module's own numbers, strings, plain lists and buffers.
+    """Afterwards, restore numbers, strings, plain lists and buffers that are attributes of the module itself.
 
     restores_buffers: False: buffers that were replaced are put back, but in-place changes of buffers stay.
     """

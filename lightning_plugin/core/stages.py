@@ -60,7 +60,7 @@ class Stages:
     ) -> None:
         """Divide a module at cuts, by default those of the options.
 
-        If an earlier strategy has divided it at the same cuts, for the same mesh and schedule, its pipeline is reused.
+        If an earlier strategy has divided the module for the same cuts, mesh and schedule, the pipeline is reused.
         `beside`: see `Pipeline`; `forward`: see `agree_on_cuts`.
         """
         from weft.strategy.pipeline import Pipeline

@@ -55,7 +55,10 @@ class StepLogs:
                 object.__setattr__(self._module, "log", before)
 
     def run_micro_batch(self, micro_batch_idx: int, step: Callable[[], Any]) -> Any:
-        """Call a step and return its result; keep its logs unless the step raises, as on all stages but the last."""
+        """Call a step and return its result; keep its logs if it runs to the end.
+
+        On every stage but the last, an exception ends the step at the call of the divided module.
+        """
         self._calls = []
         result = step()
         self._calls_by_micro_batch[micro_batch_idx] = self._calls

@@ -25,8 +25,8 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
 
     Args:
         outputs: the result for each micro-batch.
-        sizes: the number of samples of each micro-batch; None: unknown; then all tensors with dims are
-            concatenated.
+        sizes: the number of samples of each micro-batch. None: the number is unknown, and tensors with
+            dims are concatenated.
         weights: the weight of each micro-batch.
 
     Raises:
@@ -129,8 +129,8 @@ def broadcast_serialized(
         serialized: the value on `source`; None on the other ranks.
         group: the ranks that get the value.
         source: the rank in `group` that has it.
-        device: this rank's device, over which tensors are broadcast. A tensor arrives on it if it was on a device of
-            the same type, else on the CPU.
+        device: this rank's device, over which tensors are broadcast. A tensor from a device of the same type is
+            returned on `device`, a CPU tensor on the CPU.
     """
     if serialized is not None and group.size() == 1:
         return serialized.value
@@ -163,7 +163,7 @@ def _receive_tensor(leaf: Any, group: dist.ProcessGroup, source: int, device: to
 
 
 def picklable_error(error: Exception) -> Exception:
-    """Return an error of the same type and text if it can be pickled, else a RuntimeError with its text."""
+    """Return a copy of an error that can be pickled, else a RuntimeError with its type's name and its text."""
     try:
         copy: Exception = pickle.loads(pickle.dumps(error))
         return copy

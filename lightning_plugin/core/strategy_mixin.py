@@ -40,12 +40,12 @@ class StrategyMixin(StockStrategy):
 
     @property
     def tensor_parallel_group(self) -> dist.ProcessGroup:
-        """Return this rank's group along the axis tensor_parallel, whose ranks see the same data."""
+        """Return this rank's group along the axis tensor_parallel, whose ranks get the same data."""
         return self._engine.tensor_parallel_group
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Return the group of the ranks that differ from this one only along the data axes; they see other data."""
+        """Return this rank's group along the data axes, whose ranks get different data."""
         return self._engine.data_group
 
     @property
@@ -55,7 +55,7 @@ class StrategyMixin(StockStrategy):
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        """Return this rank's group along the axis pipeline_parallel: the ranks that have all stages together."""
+        """Return this rank's group along the axis pipeline_parallel: the ranks that together have all stages."""
         return self._engine.stages.group
 
     @property

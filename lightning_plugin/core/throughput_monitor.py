@@ -28,8 +28,8 @@ class _Mark(NamedTuple):
 class ThroughputMixin:
     """Logs samples and tokens per second of training, of all devices and per device, and the model FLOPs utilization.
 
-    Ranks that compute one batch together (a tensor-parallel group) count it once, under any strategy. Logged every
-    `log_every_n_steps` of the Trainer, without the time of validation:
+    Ranks that compute one batch together (in a tensor-parallel group or a pipeline) count the batch once. Logs every
+    `log_every_n_steps` of the Trainer; the time of validation does not count:
 
     - "throughput/samples_per_second", "throughput/tokens_per_second" and "throughput/flops_per_second" over all ranks,
     - "throughput/device/samples_per_second" and so on: these divided by the number of devices,
@@ -133,13 +133,13 @@ class ThroughputMixin:
 
 
 def _num_data_ranks(strategy: Any) -> int:
-    """Return the number of data-parallel ranks, from the arguments of distributed samplers; 1 without these."""
+    """Return the number of data-parallel ranks, from the strategy's sampler arguments; 1 if it has none."""
     arguments: dict[str, int] = getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})
     return arguments["num_replicas"]
 
 
 def _mean_over_world(values: list[float], strategy: Any) -> list[float]:
-    """Return the means over all ranks. They are those over data ranks: ranks with the same data count the same."""
+    """Return means over all ranks; they equal means over data ranks, as ranks with one batch have equal values."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     tensor = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
     means: list[float] = strategy.reduce(tensor, group=group, reduce_op="mean").tolist()

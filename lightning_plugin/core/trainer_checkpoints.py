@@ -47,7 +47,7 @@ def load(
 ) -> dict[str, Any]:
     """Load a directory or a file, saved at any number of ranks, into the live model and `optimizers`; collective.
 
-    full_model: the unsharded model's parameters, if the model is in stages.
+    full_model: describes the undivided model if the model is in stages; else None.
     """
     path = Path(strategy.broadcast(checkpoint_path))
     load_from = load_directory if is_directory(path) else load_file

@@ -114,7 +114,9 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             engine.average_gradients_of(self.model)
         engine.memory_watch.begin(self.model, *self.optimizers)
         if steps_in_backward:
-            engine.in_backward.start(self.model, self.optimizers[0], trainer.gradient_clip_val)
+            clip_value = trainer.gradient_clip_val
+            has_clipping = clip_value is not None and clip_value > 0  # as in Lightning's clip_gradients
+            engine.in_backward.start(self.model, self.optimizers[0], clip_value if has_clipping else None)
             # No gradients are left after the backward, which torch's clipping reports as an error.
             self.precision_plugin.clip_gradients = lambda *_, **__: None
 
@@ -165,7 +167,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             del module.configure_model
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Build the optimizers, or take those that LightningCLI built with the model; fuse those of torch."""
+        """Build the optimizers, or take those that LightningCLI built with the model; see `Engine.add_optimizer`."""
         with self._stages.placeholders_of_other_stages():
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -267,7 +269,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As the stock one, by default over the data axes, so ranks with the same data count once.
 
-        A single data-parallel rank returns `tensor` itself.
+        With one data-parallel rank and no `group`, returns `tensor` itself.
         """
         if group is None and self.data_group.size() == 1:
             return tensor
@@ -286,7 +288,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         return checkpoints.optimizer_state(self._engine, self, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint as `save_distributed_checkpoint` says; collective."""
+        """Write a directory of shards, or one file with save_distributed_checkpoint=False; collective."""
         if self.plan is None or not self._save_distributed_checkpoint or storage_options is not None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:

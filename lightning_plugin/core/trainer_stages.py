@@ -1,4 +1,4 @@
-"""A LightningModule whose model is divided into stages: finding the model, its cut, its optimizers and its state."""
+"""Divides a LightningModule, or a module in it, into pipeline stages, with its optimizers, state and steps."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ _STEP_OPTIONS = ("split_batch", "micro_batch_weight")
 
 
 class TrainerStages:
-    """The Trainer's use of `Stages`: the divided module is a LightningModule, or a module in it.
+    """Divides the model of a Trainer by the engine's `stages`, and runs its steps.
 
-    Modules beside the divided one are on the last stage.
+    The divided module is the LightningModule, or a module in it. The last stage has the modules outside of the divided
+    one.
 
     Attributes:
-        full_model: the unsharded model's parameters, for checkpoints; None: no module has been divided.
+        full_model: the names of the unsharded LightningModule's parameters, and the pipeline's group, for checkpoints;
+            None: no module has been divided.
 
     Raises:
         ValueError, TypeError: an option that is invalid for any number of devices.
@@ -123,7 +125,7 @@ class TrainerStages:
         if find_staged(module) is None:
             check_not_shared(module, name)
             inner.__dict__[_FULL_NAMES] = tuple(parameter_names(inner).values())
-        if _FULL_NAMES not in module.__dict__:  # once for each module around the one in stages
+        if _FULL_NAMES not in module.__dict__:  # once for each LightningModule with this divided module
             module.__dict__[_FULL_NAMES] = _parameter_names_around(module, name, inner.__dict__[_FULL_NAMES])
         stages = self._engine.stages
         with restoring_state(module, restores_buffers=False):
@@ -137,7 +139,10 @@ class TrainerStages:
         self._last_stage_modules = LastStageModules(module, name, stages.existing_pipeline().has_last_stage)
 
     def _example_call(self, module: Any, inner: nn.Module) -> Callable[[], Any] | None:
-        """Return a function that calls a module with its `example_input_array`; None if it has none."""
+        """Return a function that runs a forward on the LightningModule's `example_input_array`; None: it has none.
+
+        The forward is the LightningModule's or, if it defines none, that of the divided module `inner`.
+        """
         from weft.strategy.pipeline.auto_cuts import call_with
 
         example = module.example_input_array
@@ -154,12 +159,13 @@ class TrainerStages:
 
     @contextlib.contextmanager
     def placeholders_of_other_stages(self) -> Iterator[None]:
-        """Inside, the user's code that makes optimizers sees a placeholder for each parameter of other stages.
+        """Inside, the model has a placeholder for each parameter of other stages, for the code that makes optimizers.
 
-        So every stage builds the same parameter groups. The placeholders are then removed from the optimizers.
+        Every stage thus builds the same parameter groups. Afterwards the placeholders are removed from the optimizers.
+        Does nothing without a pipeline.
 
         Raises:
-            ValueError: an optimizer is LBFGS.
+            ValueError: an optimizer is LBFGS, in a pipeline.
         """
         if self._engine.pipeline is None:
             yield
@@ -177,7 +183,11 @@ class TrainerStages:
                 )
 
     def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the entries of `state` that this rank saves; only the last stage saves modules beside the stages."""
+        """Return the entries of `state` that this rank saves: all on the last stage, or without a pipeline.
+
+        Other stages leave out the modules outside of the divided one. If the LightningModule itself is divided, they
+        leave out its buffers and metrics.
+        """
         pipeline = self._engine.pipeline
         if pipeline is None or pipeline.has_last_stage:
             return state
@@ -203,7 +213,7 @@ class TrainerStages:
             self._steps.end()
 
     def run_step(self, loop: str, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one of the module's steps for a batch; return the result that one device would have, on every stage."""
+        """Run one of the module's steps for a batch; return, on every stage, the result of an unsharded step."""
         assert self._steps is not None
         with self._engine.stages.existing_pipeline().failures.report_failures():
             return self._steps.run(loop, step, args, kwargs)
@@ -218,7 +228,10 @@ def _remove_placeholders(optimizer: Optimizer, placeholders: Sequence[nn.Paramet
 
 
 def _parameter_names_around(module: nn.Module, name: str, inner: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of a module's parameters, in order; `inner`: those in its submodule `name` before the cut."""
+    """Return the names of a module's parameters, in order.
+
+    `inner`: the names of the parameters of its submodule `name`, in that submodule, before the division into stages.
+    """
     from weft.strategy.recognition.assignments import join
 
     names: list[str] = []

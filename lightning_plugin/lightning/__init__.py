@@ -1,10 +1,10 @@
-"""weft's strategy and callbacks for the Trainer of `lightning`, or of `pytorch_lightning` if only that is installed.
+"""weft's Trainer strategy and callbacks for `lightning`, or for `pytorch_lightning` if `lightning` is not installed.
 
     import weft.lightning
     trainer = Trainer(accelerator="cpu", devices=2, strategy="weft")
 
-Importing registers the strings "weft", "weft_tp", "weft_fsdp" and "weft_2d" in every installed namespace, for Trainer
-and Fabric.
+Importing registers the strategies "weft", "weft_tp", "weft_fsdp" and "weft_2d" for the Trainer and Fabric of every
+installed package: `lightning`, `pytorch_lightning`, `lightning_fabric`.
 """
 
 from weft._plugin import factory

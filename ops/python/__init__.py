@@ -1,9 +1,9 @@
 """weft: tensor-parallel operators, modules and plans for PyTorch.
 
 `import weft` loads the C++ operators (`torch.ops.weft.*`, typed in `weft.ops`) and the modules over them
-(`weft.nn`), and registers the c10d backend `weft` (`weft.collectives`). `weft.strategy` is loaded at first use, as are
-`weft.parallelize`, `weft.export_local` and `weft.Plan`, which it defines. `import weft.lightning` registers the
-Lightning and Fabric strategies.
+(`weft.nn`), and registers the c10d backend `weft` (`weft.collectives`). `weft.parallelize`, `weft.export_local` and
+`weft.Plan` are those of `weft.strategy`, which is loaded at first use. `import weft.lightning` registers the Lightning
+and Fabric strategies.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _load() -> None:
     from weft._library import load_library
 
     load_library()
-    for name in _MODULES:  # these modules look the operators up
+    for name in _MODULES:  # after load_library: these modules look up operators
         importlib.import_module(f"weft.{name}")
     from weft import collectives, memory, overlap
 

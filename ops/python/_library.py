@@ -20,7 +20,7 @@ def _release(version: str) -> str:
 
 
 def check_build(build: dict[str, object], torch_version: str, torch_cuda: str | None) -> bool:
-    """Raise for a library that was built for another torch; return whether it has CUDA kernels for this torch.
+    """Raise unless the library was built for this torch release; return whether it has CUDA kernels for this torch.
 
     Args:
         build: content of lib/build.json: `torch`, `torch_cuda` ("none" for a CPU build), `cuda_sources`.
@@ -28,7 +28,7 @@ def check_build(build: dict[str, object], torch_version: str, torch_cuda: str | 
         torch_cuda: `torch.version.cuda` of this process.
 
     Raises:
-        ImportError: the releases differ.
+        ImportError: the library was built for another torch release.
     """
     if build["torch"] != _release(torch_version):
         raise ImportError(
@@ -42,7 +42,7 @@ def load_library() -> None:
     """Open libweft_ops.so, and libweft_ops_cuda.so if it was built for this torch's CUDA.
 
     Raises:
-        ImportError: weft is not built, built for another torch, or torch has no distributed support.
+        ImportError: weft is not built, weft was built for another torch release, or torch has no distributed support.
     """
     if not torch.distributed.is_available():
         raise ImportError(

@@ -1,11 +1,11 @@
 """The c10d backend `weft`: collectives of CPU tensors, through shared memory between the processes of a host.
 
-`import weft` registers it: `dist.init_process_group("cpu:weft")`, `"cpu:weft,cuda:nccl"`,
-`dist.new_group(backend="cpu:weft")`. Code that uses `torch.distributed` runs on it unchanged.
-Between hosts it sends over gloo, or over the backend that `BackendOptions.transport` makes.
+`import weft` registers the backend. Select it by `dist.init_process_group("cpu:weft")`, by `"cpu:weft,cuda:nccl"`, or
+by `dist.new_group(backend="cpu:weft")`. Code that uses `torch.distributed` runs on this backend unchanged.
+Between hosts the backend sends over gloo, or over the backend that `BackendOptions.transport` makes.
 
-A failure raises the same error, of one of the classes here, on every rank of a group. It is permanent: destroy the
-failed group and create a new one.
+A failed group raises the same `CollectiveError` on every rank, and stays failed: destroy it and create a new group.
+Invalid arguments raise the errors that gloo raises, and the group remains usable.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CollectiveMismatchError(CollectiveError):
 
 
 class PeerLostError(CollectiveError):
-    """The process of a rank that this rank waits for has ended, or that rank has left the group."""
+    """A rank that another rank waits for has left the group, or its process has ended."""
 
 
 class CollectiveTimeoutError(CollectiveError):
@@ -47,9 +47,10 @@ class CollectiveTimeoutError(CollectiveError):
 
 
 class GroupAbortedError(CollectiveError):
-    """A rank has aborted the group, this rank has left it, or an operation has failed on a rank.
+    """A rank has aborted the group or used it after destroying it, or an operation has failed on a rank.
 
-    Also raised if a rank cannot create the group: open the shared memory, read the store or create the transport.
+    Also raised if a rank destroys the group before an operation is done, or if a rank cannot create the group: open the
+    shared memory, read the store or create the transport.
     """
 
 
@@ -64,9 +65,9 @@ class BackendOptions:
     Attributes:
         staging_limit_bytes: the most bytes, per host, of the staging buffers and message rings of all ranks of the
             group together, unless their minimum sizes need more. Must be equal on all ranks of a host.
-        transport: makes the backend whose `send` and `recv` carry bytes between hosts, over the ranks of the
-            group. Called as `transport(store, rank, size, timeout)` on every rank of a multi-host group, and not
-            called on a single host.
+        transport: a function that makes the backend, over the ranks of the group, whose `send` and `recv` carry bytes
+            between hosts. Called as `transport(store, rank, size, timeout)` on every rank of a multi-host group, and
+            not called on a single host. Default: gloo.
     """
 
     staging_limit_bytes: int = 16 * 1024 * 1024
@@ -85,7 +86,7 @@ class BackendOptions:
 
 
 def _create(group: dist.distributed_c10d._DistributedBackendOptions, pg_options: object | None) -> Backend:
-    # If a caller passes no options, torch passes its own, or those of another group.
+    # If a caller passes no options, torch passes its default options, or those of another group.
     if pg_options is not None and not isinstance(pg_options, (BackendOptions, Backend.Options)):
         raise TypeError(f"got {pg_options=!r} for the backend weft; pass weft.collectives.BackendOptions(...).")
     options = pg_options if isinstance(pg_options, BackendOptions) else BackendOptions()

@@ -1,15 +1,16 @@
 """Typed calls of weft's operators (`torch.ops.weft.*`), for eager code, torch.compile and torch.export.
 
-All weights but those of norms are this rank's shards in nn.Linear's layout `[out, in]`; norms have replicated weights.
-`group_name` is c10d's name of a process group (`mesh.get_group("tensor_parallel").group_name`), "" is a group of one.
+Weights are this rank's shards in nn.Linear's layout `[out, in]`, those of embeddings `[rows, dim]`; norms have
+replicated weights. `group_name` is c10d's name of a process group (`mesh.get_group("tensor_parallel").group_name`); ""
+names a group of one.
 The tensors of a call have one device and one dtype: float32, float64, bfloat16 or float16. Exceptions: ids and targets
 are integers, norms also accept float32 parameters with a half-precision x, the seed of `dropout` is an int64 on the
-CPU, and the operators from `copy_to_group` on support every dtype of the group's backend.
+CPU, and `copy_to_group` and all operators below it support every dtype of the group's backend.
 
 Under torch.autocast, operators with matrix products cast their tensors as nn.Linear does, `add_rms_norm` and
 `add_layer_norm` promote x and residual to a common dtype, and other operators do not cast. Invalid arguments raise
 ValueError, TypeError or IndexError before any communication. Only `dropout`, `reduce_from_group` and `join` support
-second derivatives. "Saves" lists the tensors that are kept for the backward, besides weights.
+second derivatives. "Saves" lists the tensors that are saved for the backward, besides weights.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def column_row_mlp(
     `recompute` only x.
 
     Sequence parallelism: with `sequence_dim`, any dim but the last, x and the result are sharded by torch.chunk along
-    it; its unsharded size is `sequence_size`, without which all shards must have equal sizes. The forward
-    all-gathers x and reduce-scatters the result. Only the shard of x is saved: the backward all-gathers x and the
-    result's gradient, and reduce-scatters x's gradient.
+    this dim. `sequence_size` is the dim's unsharded size; None: all shards must have equal sizes. The forward
+    all-gathers x and reduce-scatters the result. Only the shard of x is saved, not the gathered x: the backward
+    all-gathers x and the result's gradient, and reduce-scatters x's gradient.
     """
     return torch.ops.weft.column_row_mlp(
         x,
@@ -95,8 +96,8 @@ def all_gather_linear(
 
     x is this rank's torch.chunk shard along `gather_dim`, any dim but the last, whose unsharded size is `dim_size`;
     without `dim_size` all shards must have equal sizes. weight `[f, d]`, bias `[f]`. Saves only the shard of x. One
-    all-gather forward. Backward one all-gather of x and one reduce-scatter of x's gradient. With chunks, one of each
-    for every chunk: see `weft.overlap`.
+    all-gather forward; one all-gather of x and one reduce-scatter of x's gradient backward. A call in chunks takes as
+    many collectives for every chunk: see `weft.overlap`.
     """
     return torch.ops.weft.all_gather_linear(
         x, weight, bias, gather_dim=gather_dim, group_name=group_name, dim_size=dim_size
@@ -110,7 +111,7 @@ def linear_reduce_scatter(
 
     Shapes: x `[..., S, ..., f]`, weight `[o, f]`, bias `[o]` (replicated on every rank, added once) ->
     `[..., s, ..., o]`, with s the size of this rank's torch.chunk shard of S; `scatter_dim` is any dim but the last.
-    One reduce-scatter forward, one all-gather backward. With chunks, one for every chunk: see `weft.overlap`.
+    One reduce-scatter forward, one all-gather backward; a call in chunks takes one for every chunk: see `weft.overlap`.
     """
     return torch.ops.weft.linear_reduce_scatter(x, weight, bias, scatter_dim=scatter_dim, group_name=group_name)
 
@@ -118,13 +119,13 @@ def linear_reduce_scatter(
 def sharded_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group_name: str, out_features: int | None = None
 ) -> Tensor:
-    """x weightᵀ + bias with each rank's own x and a weight sharded over the group: `[..., d]` -> `[..., out]`.
+    """x weightᵀ + bias with a weight sharded over the group and a different x on each rank: `[..., d]` -> `[..., out]`.
 
     weight `[n, d]` and bias `[n]` are this rank's torch.chunk shards of `out_features` rows; without `out_features` all
-    shards must have equal sizes. Each shard of the weight is broadcast, multiplied and freed in turn: at most two
-    shards exist beside this rank's own. Gradients of weight and bias are summed over the group. Forward, one broadcast
-    of each shard. Backward, one broadcast of each shard for x's gradient and one reduce of each shard's gradient. The
-    bias adds one all-gather forward and one reduce-scatter backward.
+    shards must have equal sizes. Each shard of the weight is broadcast, multiplied and freed in turn: a rank holds at
+    most two shards of other ranks. Gradients of weight and bias are summed over the group. One broadcast of each shard
+    forward; one broadcast of each shard, for x's gradient, and one reduce of each shard's gradient backward. The bias
+    adds one all-gather forward and one reduce-scatter backward.
     """
     return torch.ops.weft.sharded_linear(x, weight, bias, group_name=group_name, out_features=out_features)
 
@@ -156,10 +157,10 @@ def vocab_parallel_cross_entropy(
     """F.cross_entropy with classes sharded over the group: logits `[..., v]` of the classes from vocab_start on.
 
     target `[...]` (int64, int32; global) -> a loss, `[]` or `[...]`, in float32 (float64 for float64 logits).
-    `vocab_size` is the number of classes of all ranks; without it all ranks must have the same number of classes. With
-    it, CPU targets outside `[0, vocab_size)` other than `ignore_index` raise IndexError. One all-gather of four numbers
-    per token forward, none backward. Saves the logits and two numbers per token; the gradient of the logits is the only
-    tensor of their size that is created.
+    `vocab_size` is the number of classes of all ranks together; without it all ranks must have equally many classes.
+    With `vocab_size`, CPU targets outside `[0, vocab_size)` other than `ignore_index` raise IndexError. One all-gather
+    of four numbers per token forward, none backward. Saves the logits and two numbers per token; the only other tensor
+    as large as the logits is their gradient.
     """
     return torch.ops.weft.vocab_parallel_cross_entropy(
         logits,
@@ -185,7 +186,7 @@ def vocab_parallel_linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """vocab_parallel_cross_entropy of the logits x weightᵀ, which are materialized for one chunk of tokens at a time.
+    """vocab_parallel_cross_entropy of the logits x weightᵀ, which exist for one chunk of tokens at a time.
 
     x `[..., d]`, weight `[v, d]`, this rank's rows of the output matrix. One all-gather of four numbers per token
     forward, one all-reduce of x's gradient backward. The backward recomputes the logits. Saves x and two numbers per
@@ -209,7 +210,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, group_name: str, eps: f
 
     `group_name` is the group over which the tokens of x are sharded: weight is replicated on every rank, and its
     gradient is summed over the group in one all-reduce backward. "" if every rank has all tokens: then there is no
-    communication. Half types are computed in float32, with a weight of their own dtype or of float32. Saves x and one
+    communication. A half-precision x is computed in float32; its weight has x's dtype or float32. Saves x and one
     number per token.
     """
     return torch.ops.weft.rms_norm(x, weight, group_name=group_name, eps=eps)
@@ -253,10 +254,10 @@ def dropout(
 ) -> Tensor:
     """x / (1 - p), or 0 with probability p, as nn.Dropout; the mask depends only on the seed and the element's index.
 
-    Without `dim` x is replicated on every rank. With it x is this rank's shard along `dim`, whose unsharded size is
-    `dim_size` (default: all shards have the size of this one). Ranks that pass the same seed, one int64 on the CPU,
-    drop the elements that an unsharded call drops, on any device. If the call is traced with an x on a GPU, the seed
-    must have no dims. The backward recomputes the mask; there is no communication.
+    Without `dim` x is replicated on every rank. With `dim` x is this rank's shard along `dim`, whose unsharded size is
+    `dim_size`; without `dim_size` all shards must have equal sizes. The ranks must pass the same seed, one int64 on the
+    CPU; they then drop the elements that an unsharded call drops, on any device. If the call is traced with an x on a
+    GPU, the seed must have no dims. The backward recomputes the mask; there is no communication.
     """
     return torch.ops.weft.dropout(x, seed, p=p, group_name=group_name, dim=dim, dim_size=dim_size)
 
@@ -274,22 +275,23 @@ def reduce_from_group(x: Tensor, group_name: str) -> Tensor:
 def scatter_to_group(x: Tensor, dim: int, group_name: str) -> Tensor:
     """This rank's shard of x along `dim`; the backward all-gathers the gradient.
 
-    Shards here and below are those of torch.chunk: `ceil(size / ranks)` long, later ones shorter or empty.
+    Shards of this and of the next operators are those of torch.chunk: `ceil(size / ranks)` long, later ones shorter or
+    empty.
     """
     return torch.ops.weft.scatter_to_group(x, dim, group_name)
 
 
 def gather_from_group(x: Tensor, dim: int, group_name: str, *, dim_size: int | None = None) -> Tensor:
-    """All shards along `dim`, of which x is this rank's; in the backward each rank keeps its shard of the gradient.
+    """The unsharded tensor, of which x is this rank's shard along `dim`; the backward takes a shard of the gradient.
 
-    For a result that all ranks use alike: its gradient is assumed to be equal on all of them. `dim_size` is the
-    size of the unsharded dim; without it all shards must have equal sizes.
+    For a result that all ranks use alike: its gradient must be equal on all ranks. `dim_size` is the size of the
+    unsharded `dim`; without `dim_size` all shards must have equal sizes.
     """
     return torch.ops.weft.gather_from_group(x, dim, group_name, dim_size=dim_size)
 
 
 def gather_from_sequence(x: Tensor, dim: int, group_name: str, *, dim_size: int | None = None) -> Tensor:
-    """All shards along `dim`, of which x is this rank's; the backward reduce-scatters the gradients of all ranks.
+    """The unsharded tensor, of which x is this rank's shard along `dim`; the backward reduce-scatters the gradients.
 
     For a result that each rank uses differently, as before a column linear layer in sequence parallelism.
     `dim_size` as in `gather_from_group`.
@@ -305,8 +307,8 @@ def reduce_scatter_to_sequence(x: Tensor, dim: int, group_name: str) -> Tensor:
 def all_to_all(x: Tensor, split_dim: int, cat_dim: int, group_name: str, *, cat_size: int | None = None) -> Tensor:
     """Change the sharded dim: x is full along `split_dim` and sharded along `cat_dim`, the result the other way round.
 
-    Shard r of x along `split_dim` goes to rank r. `cat_size` is the size of the unsharded `cat_dim`; without it all
-    shards must have equal sizes. The backward is the opposite exchange.
+    Shard r of x along `split_dim` goes to rank r. `cat_size` is the size of the unsharded `cat_dim`; without `cat_size`
+    all shards must have equal sizes. The backward is the all-to-all in the opposite direction.
     """
     return torch.ops.weft.all_to_all(x, split_dim, cat_dim, group_name, cat_size=cat_size)
 
@@ -314,14 +316,14 @@ def all_to_all(x: Tensor, split_dim: int, cat_dim: int, group_name: str, *, cat_
 def pipeline_send(tensors: list[Tensor], peer: int, channel: int, group_name: str) -> Tensor:
     """Send tensors to rank `peer` of the group on a channel, 0 to 1022; returns a token, of shape `[0]`.
 
-    Tensors of any dtype and shape. Several messages may be in flight. The n-th send on a channel matches the peer's
-    n-th `pipeline_recv` on it. Do not change the tensors until `pipeline_wait(token)` returns or their gradients have
-    arrived. The token's backward receives the gradients of the tensors that require one: connect the token to the loss
-    with `join`. Messages are not supported under torch.compile and torch.export.
+    The tensors may have any dtypes and shapes. Several messages may be in flight. The n-th send on a channel matches
+    the peer's n-th `pipeline_recv` on this channel. Do not change the tensors until `pipeline_wait(token)` returns or
+    their gradients have arrived. The token's backward receives the gradients of the tensors that require a gradient:
+    connect the token to the loss with `join`. Messages are not supported under torch.compile and torch.export.
 
     Raises:
-        CollectiveMismatchError: on both ranks, in the waiting call, if the number, shapes, dtypes or requires_grad of
-            the tensors differ.
+        CollectiveMismatchError: on both ranks, in the waiting call, if the tensors differ from the peer's `like` in
+            number, shapes, dtypes or requires_grad.
     """
     return torch.ops.weft.pipeline_send(tensors, peer, channel, group_name)
 
@@ -329,14 +331,14 @@ def pipeline_send(tensors: list[Tensor], peer: int, channel: int, group_name: st
 def pipeline_recv(like: list[Tensor], peer: int, channel: int, group_name: str) -> Tensor:
     """Post the receive of the next message from rank `peer` on a channel; returns the token for `pipeline_wait`.
 
-    `like` gives the message's shapes, dtypes, devices and requires_grad; its values are not read, so
-    `torch.empty((), requires_grad=True).expand(shape)` will do.
+    `like` gives the shapes, dtypes, devices and requires_grad of the message's tensors. Its values are not read:
+    `torch.empty((), requires_grad=True).expand(shape)` suffices.
     """
     return torch.ops.weft.pipeline_recv(like, peer, channel, group_name)
 
 
 def pipeline_wait(token: Tensor) -> list[Tensor]:
-    """Return the tensors of a `pipeline_recv`, once per token; their backward sends the gradients, in one message.
+    """Return the tensors of a `pipeline_recv`, once per token; their backward sends their gradients in one message.
 
     For the token of a `pipeline_send`, returns an empty list as soon as the caller may change the sent tensors.
     """
@@ -346,7 +348,7 @@ def pipeline_wait(token: Tensor) -> list[Tensor]:
 def pipeline_flush(group_name: str) -> None:
     """Wait until all sends of this rank in the group have completed.
 
-    Call it at the end of each step and before the group is destroyed.
+    Call `pipeline_flush` at the end of each training step and before the group is destroyed.
     """
     torch.ops.weft.pipeline_flush(group_name)
 

@@ -2,11 +2,12 @@
 
     WEFT_OVERLAP=auto|always|never python train.py       # or weft.overlap.set_mode(...)
 
-`auto`, the default, measures. The first 34 calls of an operator on a kind of shape (see `Choice`) form 17 pairs, each
-of one chunked and one unchunked call, in random order; the first pair is a warm-up. If that gives too few samples for a
-size of a rank's weight, up to 514 calls are measured. The ranks then agree on chunks if chunked calls take at most 95 %
-of the time on every rank. The choice, and with it the last digits of a result, may differ from run to run.
-`torch.use_deterministic_algorithms(True)` disables the measurement. A saved table makes it unnecessary:
+`auto`, the default, measures. The first 34 calls of an operator on a kind of shape (see `Choice`) form 17 pairs of one
+chunked and one unchunked call, in random order; the first pair is a warm-up. If there are then too few samples for a
+size of a rank's weight, the measurement continues, up to 514 calls. The ranks then choose chunks if, on every rank,
+chunked calls take at most 95 % of the time of unchunked calls. The choice, and with it the last digits of a result, may
+differ from run to run. `torch.use_deterministic_algorithms(True)` disables the measurement: calls are unchunked unless
+a loaded table chooses chunks. A saved table makes the measurement unnecessary:
 
     weft.overlap.save("overlap.json")                    # at the end of a run, on one rank
     WEFT_OVERLAP_TABLE=overlap.json python train.py      # on all ranks, or weft.overlap.load(...)
@@ -32,20 +33,20 @@ Mode = Literal["auto", "always", "never"]
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice for one kind of shape. A row is one position of the sequence, with all batch entries.
+    """The choice for one kind of shape. A row is one position of the sequence, for all samples of the batch.
 
     Attributes:
-        op: the operator, such as "weft::all_gather_linear"; its backward, "weft::all_gather_linear backward", has a
-            choice of its own.
+        op: the operator, such as "weft::all_gather_linear". The backward, "weft::all_gather_linear backward", has a
+            separate choice.
         dtype: such as "float32".
         device: "cpu" or "cuda".
         num_ranks: the number of ranks of the group.
         num_rows: rows of the unsharded sequence, rounded up to a power of two.
-        row_bytes: bytes of one row of the widest tensor that is communicated, also rounded up to a power of two: of the
-            input for a gather, of the output for a scatter.
+        row_bytes: bytes of one row of the widest tensor that is communicated (the input of an all-gather, the output of
+            a reduce-scatter), rounded up to a power of two.
         in_pieces: the choice: whether the sequence is chunked.
-        ratio: chunked time over unchunked time, the largest over all ranks and all sizes of their weights; 0 if it was
-            not measured, or no size of a weight occurred often enough.
+        ratio: chunked time over unchunked time, the largest over all ranks and all sizes of their weights; 0: there was
+            no measurement, or no weight size occurred often enough.
     """
 
     op: str
@@ -70,7 +71,7 @@ def set_mode(mode: Mode) -> None:
         mode: "auto"; "always": chunked if the largest shard has two or more rows; "never": unchunked.
 
     Raises:
-        ValueError: another mode.
+        ValueError: `mode` is none of these.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"weft: got the overlap mode {mode!r}; pass auto, always or never.")
@@ -78,9 +79,9 @@ def set_mode(mode: Mode) -> None:
 
 
 def table() -> list[Choice]:
-    """Return the loaded choices and those measured on this rank's groups.
+    """Return the loaded choices and the choices measured on this rank's groups.
 
-    If several groups measured one kind of shape, the choice with the largest ratio is returned.
+    If several groups measured the same kind of shape, the choice with the largest ratio is returned.
     """
     return [Choice(**entry) for entry in _overlap.table()]
 
@@ -100,7 +101,7 @@ def load(path: str | os.PathLike[str]) -> None:
     """Load the choices that `save` has written, and discard measured ones. All ranks must load the same choices.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file holds no table of choices.
     """
     _overlap.set_table([asdict(choice) for choice in _read(Path(path))])
 
@@ -169,7 +170,7 @@ def apply_environment() -> None:
 
     Raises:
         ValueError: WEFT_OVERLAP is no mode, or WEFT_OVERLAP_TABLE names a file that is no table.
-        OSError: the table cannot be read.
+        OSError: the file cannot be read.
     """
     _overlap.mode()
     if path := os.environ.get("WEFT_OVERLAP_TABLE"):

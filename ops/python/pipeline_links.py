@@ -1,12 +1,13 @@
 """Links for messages of `weft.ops.pipeline_send` and `pipeline_recv` from device to device.
 
-Without a link the tensors of a message are copied through host memory on both sides. A link consists of two backends
-between two ranks of a group, one per direction (NCCL on CUDA): their sends and receives wait for each other only on the
-device. Each message is announced over the group's backend for CPU tensors, with shapes and dtypes only if they are new.
+Without a link the tensors of a message are copied through host memory on both ranks. A link consists of two backends
+between two ranks of a group, one per direction (NCCL on CUDA). A send and its receive wait for each other on the
+device; the host does not wait. Each message is announced over the group's backend for CPU tensors, with its shapes and
+dtypes only if they are new.
 
-A send is in flight until the peer waits for its message or for a later one. A device synchronisation on both ranks
-while a send is in flight (`torch.cuda.synchronize`, an allocator that must free memory first, CUDA_LAUNCH_BLOCKING=1)
-deadlocks until NCCL's watchdog ends the process.
+A send is in flight until the peer waits for this message or for a later one. While a send is in flight, a device
+synchronisation on both ranks (`torch.cuda.synchronize`, an allocator that must free memory first,
+CUDA_LAUNCH_BLOCKING=1) deadlocks until NCCL's watchdog ends the process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["link", "unlink"]
 
 Transport = Callable[[dist.Store, int, int, timedelta], Backend]
 
-# The number of times that each peer was linked: each link needs new store keys, because old backends leave keys there.
+# How often each peer of a group was linked. Each link needs new store keys: old backends leave keys in the store.
 _num_links: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
 
 
@@ -43,22 +44,23 @@ def link(
 ) -> None:
     """Let messages with these peers go from device to device if all their tensors are on `device`.
 
-    Both ranks of a pair call `link` before they exchange messages, each with the other rank among its peers and with
-    its own device; the call blocks until both have called. Messages with tensors on other devices still go through host
-    memory. Peers stay linked until `unlink`. If groups have ranks in common, all ranks must link them in the same
-    order.
+    Both ranks of a pair call `link` before their first message, each with the other rank in `peers` and with the device
+    of its own tensors; the call blocks until both have called. Messages with tensors on other devices still go through
+    host memory. Peers stay linked until `unlink`. If groups have ranks in common, all ranks must link these groups in
+    the same order.
 
     Args:
-        group: with a backend for CPU tensors, such as "cpu:weft,cuda:nccl".
-        peers: ranks, counted in the group.
-        device: with its index, as in tensors' devices: "cuda:0".
-        transport: makes a backend over two ranks for each direction; called as `transport(store, rank, 2, timeout)`.
-            Default: NCCL's.
+        group: a group with a backend for CPU tensors, such as "cpu:weft,cuda:nccl".
+        peers: ranks of the group.
+        device: with its index, as in "cuda:0"; the CPU has none.
+        transport: a function that makes the backend of one direction between the two ranks; called as
+            `transport(store, rank, 2, timeout)`. Default: NCCL, for CUDA devices.
         timeout: of the backends, for a send from its call to its end; announcements use the group's timeout.
 
     Raises:
-        ValueError: a group without a backend for CPU tensors, a peer that is not another rank of the group, a device
-            without an index, no `transport` for a device other than CUDA, or a peer that is linked for another device.
+        ValueError: a group without a backend for CPU tensors; a peer that is this rank or not in the group; a device
+            other than the CPU without an index; no `transport` for a device other than CUDA; a peer that is linked for
+            another device.
     """
     own_rank, wanted = group.rank(), sorted(set(peers))
     if device.type != "cpu" and device.index is None:
@@ -71,7 +73,7 @@ def link(
             raise ValueError(
                 f"weft: rank {own_rank} is linked to rank {peer} for {other} and got {device}; unlink the group first."
             )
-    # Linking a pair blocks until both ranks do it: all ranks link in the same order, so that waits form no cycle.
+    # Linking a pair blocks until both ranks do it: all link pairs in the same order, so that waits form no cycle.
     for peer in sorted(wanted, key=lambda peer: (min(own_rank, peer), max(own_rank, peer))):
         if linked[peer] is None:
             _link(group, peer, device, transport, timeout)
@@ -84,7 +86,7 @@ def _link(
     low, high = sorted((group.rank(), peer))
 
     def make(rank: int, towards: int) -> Backend:
-        num_links[peer] += int(towards == 0)  # once per pair; a link that fails also leaves keys in the store
+        num_links[peer] += int(towards == 0)  # once per link, also if it fails: it leaves keys in the store
         name = f"weft link {num_links[peer]} {group.group_name}/{low}-{high}/{towards}"
         store = dist.PrefixStore(name, _get_process_group_store(group))
         ranks = [dist.get_global_rank(group, each) for each in (low, high)]
@@ -104,7 +106,7 @@ def _nccl(name: str, ranks: list[int], store: dist.Store, rank: int, size: int, 
 def unlink(group: dist.ProcessGroup) -> None:
     """End all links of this rank in the group; does nothing if there are none.
 
-    This rank and its linked peers must all call it, after they have waited for the last message and before the group is
-    destroyed: NCCL waits for operations in flight.
+    This rank and its linked peers must all call `unlink`, after they have waited for the last message and before the
+    group is destroyed: ending an NCCL backend waits for operations in flight.
     """
     _collectives.unlink_pipeline(group)

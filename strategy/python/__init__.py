@@ -1,11 +1,10 @@
-"""weft.strategy: turns a plan into a parallel nn.Module, for plain PyTorch.
+"""weft.strategy: parallelizes an nn.Module by a plan; needs PyTorch, but not Lightning.
 
-    from weft.strategy import Plan
-    weft.parallelize(model, mesh, "auto")        # or a dict, YAML, JSON, a callable, a Plan
+    weft.parallelize(model, mesh, "auto")        # or a dict, YAML, JSON, a callable, a weft.strategy.Plan
     print(weft.strategy.report(model))
 
-`Mesh`, the arithmetic of shards, the plan's rules and the memory model are C++ values in `weft.strategy._plan`. Names
-are loaded at their first use, so that `weft estimate` can run without torch.
+`Mesh`, the rules of plans, the arithmetic of shards, pipeline schedules and the memory model are C++ values and
+functions in `weft.strategy._plan`. Names are loaded at their first use, so that `weft estimate` can run without torch.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _MODULES = {
     "sharding.gradients": ("check_replicated_gradients", "gradient_fingerprint"),
     "sharding.local_tensor": ("local_of",),
 }
-# Documented paths -> the modules in sub-packages that they name.
+# Documented module path -> the module's real path; both relative to weft.strategy.
 _ALIASES = {
     "activation_checkpointing": "modules.activation_checkpointing",
     "fused_optimizers": "optimizers.fused_optimizers",

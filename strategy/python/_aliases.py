@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Aliases(MetaPathFinder, Loader):
-    """Finds the modules of `package` under other names; `modules`: name -> module, both relative to the package."""
+    """Finds modules of `package` under second paths; `modules`: second path -> path, both relative to the package."""
 
     def __init__(self, package: str, modules: Mapping[str, str]) -> None:
         self._modules = {f"{package}.{alias}": f"{package}.{module}" for alias, module in modules.items()}
@@ -21,5 +21,5 @@ class Aliases(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if fullname in self._modules else None
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system returns what sys.modules holds afterwards: both names are one module.
+        # The import system returns the entry of sys.modules afterwards: both paths give one module object.
         sys.modules[module.__name__] = importlib.import_module(self._modules[module.__name__])

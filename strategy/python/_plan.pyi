@@ -1,4 +1,4 @@
-"""The C++ values behind `weft.strategy`: meshes, plans and the arithmetic of shards.
+"""C++ values of `weft.strategy`: meshes, plans, shards, memory predictions and pipeline schedules.
 
 Everything here is an immutable value or a pure function, without torch, processes or communication. Styles, kinds of
 schedules and kinds of actions are strings. Invalid values raise ValueError.
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final, Literal, final
 
 AXIS_NAMES: Final[tuple[str, ...]]
-"""The valid names of mesh axes, from outer to inner as usually laid out."""
+"""The valid names of mesh axes, in their usual order, from the outermost to the innermost."""
 
 STYLES: Final[tuple[str, ...]]
 """The styles that a rule may name; see docs/styles.md."""
@@ -36,13 +36,16 @@ class Mesh:
         """One coordinate per axis, in axis order. ValueError: the rank lies outside the mesh."""
 
     def rank(self, coordinates: Sequence[int]) -> int:
-        """The global rank at these coordinates; the inverse of `coordinates`. ValueError: one is outside its axis."""
+        """The global rank at these coordinates, one per axis; the inverse of the method `coordinates`.
+
+        ValueError: a coordinate outside its axis, or another number of coordinates than of axes.
+        """
 
     def group(self, axis: str, global_rank: int) -> list[int]:
-        """The global ranks, ascending, that differ from `global_rank` in no coordinate but that along `axis`."""
+        """The group of `global_rank` along `axis`: the global ranks, ascending, whose other coordinates are equal."""
 
     def groups(self, axis: str) -> list[list[int]]:
-        """All groups along `axis`, ordered by first rank. Every rank is in exactly one of them."""
+        """All groups along `axis`, ordered by first rank. Every rank is in exactly one group."""
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ValueError, naming meshes that would fit, unless the mesh has exactly `world_size` ranks."""
@@ -54,10 +57,10 @@ class Mesh:
 class Rule:
     """Gives `style` and options to the modules whose names match `pattern`.
 
-    `heads`: the attribute of the parent module that counts the heads in the layer's output (style "row": input).
-    `recompute`: the forward saves only the input, and the backward recomputes the rest. `offload`: tensors saved for
-    the backward are kept in CPU memory. `precision`: "float32", "bfloat16" or "float16", the dtype that the module and
-    the modules below it compute in. ValueError: an unknown style or precision.
+    `heads`: the name of an attribute of the layer's parent module: the number of heads in the layer's output (style
+    "row": in its input). `recompute`: the forward saves only the module's input, and the backward recomputes the rest.
+    `offload`: tensors saved for the backward are kept in CPU memory. `precision`: "float32", "bfloat16" or "float16",
+    the dtype that the module and the modules below it compute in. ValueError: an unknown style or precision.
     """
 
     def __init__(
@@ -88,29 +91,29 @@ class Rule:
 class Plan:
     """Rules that map name patterns to styles, in the order in which they were given; hashable.
 
-    Rules are given as `Rule`s or as (pattern, style, heads) triples. A rule that repeats an earlier one exactly is kept
-    once. ValueError: an unknown style, a malformed pattern, an option that the style does not support, or two different
-    rules with the same pattern.
+    Rules are given as `Rule`s or as (pattern, style, heads) triples. Equal rules are kept once. ValueError: an unknown
+    style, a malformed pattern, an option that the style does not support, or two different rules with the same pattern.
     """
 
     def __init__(self, rules: Sequence[Rule | tuple[str, str, str | None]] = ...) -> None: ...
     @staticmethod
     def parse(text: str) -> Plan:
-        """Reads what `str(plan)` prints, one rule per line; this is a subset of YAML, and not JSON."""
+        """Reads the output of `str(plan)`: a subset of YAML with one rule per line, not JSON."""
 
     @property
     def rules(self) -> list[Rule]: ...
     def resolve(self, module_names: Sequence[str]) -> list[tuple[str, Rule]]:
         """The modules to which a rule applies, with their rules, in the order of `module_names` ("": the model itself).
 
-        Rules that give a module the same style are merged into one rule that has the options of all of them. The styles
-        column_row_mlp, attention, sequence_parallel and ignore own the modules below: a module below that has the same
-        style, and no options or the same options, is left out. ValueError: a pattern that matches no module; rules that
-        disagree on a module, or with the rule of an owner above it.
+        Rules that give a module the same style are merged into one rule that has the options of all of them. A module
+        of the style column_row_mlp, attention, sequence_parallel or ignore owns the modules below it. If rules give an
+        owned module the owner's style, and no options or the owner's options, it is left out. ValueError: a pattern
+        that matches no module; rules that disagree on a module; a rule of an owned module that disagrees with the
+        owner's.
         """
 
     def to_json(self) -> str:
-        """A JSON object without blanks: from pattern to style, or to {"style": ..., "heads": ...} for options."""
+        """A JSON object without blanks: from pattern to style; with options, to {"style": ..., "heads": ...}."""
 
     def __len__(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...
@@ -126,8 +129,8 @@ class FeedForwardModel:
 class DecoderModel:
     """A Llama-style language model for `TrainingSpec`; its modules are named as in LlamaForCausalLM.
 
-    `max_tokens`: the rows of the rotary tables, which are buffers. `attention_bias`: query, key and value have a bias.
-    `tied`: the output layer's weight is the embedding's.
+    `max_tokens`: the rows of the rotary tables, which are buffers. `attention_bias`: whether query, key and value have
+    biases. `tied`: whether the output layer and the embedding have one weight.
     """
 
     def __init__(
@@ -149,10 +152,10 @@ class DecoderModel:
 class TrainingSpec:
     """The training of a model on a mesh, for which memory is predicted.
 
-    `plan` None: "auto". The batch of each data-parallel rank has `sequences` sequences of `tokens` tokens. `precision`:
-    "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed". `optimizer`: "SGD", "SGD with momentum", "Adam",
-    "AdamW", "Adagrad". `activation_checkpointing`: "none", "selective", "full". The other options are those
-    of the Lightning strategies. ValueError: an unknown name.
+    `plan`: None for "auto". The batch of each data-parallel rank has `sequences` sequences of `tokens` tokens.
+    `precision`: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed". `optimizer`: "SGD", "SGD with momentum",
+    "Adam", "AdamW" or "Adagrad". `activation_checkpointing`: "none", "selective" or "full". The other options are those
+    of the Lightning strategies. ValueError: an unknown precision, optimizer or kind of checkpointing.
     """
 
     def __init__(
@@ -174,7 +177,7 @@ class TrainingSpec:
         """The names of the model's modules, parents first, which the plan's patterns match."""
 
     def predict(self, global_rank: int) -> dict[str, dict[str, int]]:
-        """{phase: {category: bytes}} at the peak of the phases "init", "forward", "backward" and "step".
+        """{phase: {category: bytes}}: a rank's bytes at the peak of the phases "init", "forward", "backward", "step".
 
         ValueError: sizes out of range, numbers of heads that the tensor-parallel size does not divide, a plan that does
         not match the model or has a style or option without a prediction, an axis that is not supported, a rank outside
@@ -182,19 +185,19 @@ class TrainingSpec:
         """
 
     def distinct_ranks(self) -> list[tuple[int, int]]:
-        """(one global rank, number of ranks) for each distinct set of local shapes. ValueError: as `predict`."""
+        """(a global rank, number of ranks like it) for each distinct set of local shapes. ValueError: as `predict`."""
 
     def parameter_cost(self) -> tuple[int, float]:
         """(number of parameter elements of the unsharded model, bytes that training takes for each element).
 
-        The bytes are those of the parameter, its gradient (0 if it is stepped in the backward), its optimizer states
-        and its half-precision copies. Tied parameters count once.
+        The bytes are those of the parameter, its gradient (0 with `optimizer_in_backward`), its optimizer states and
+        its half-precision copies. Tied parameters count once.
         """
 
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a dotted module name.
 
-    `*` matches any run of characters, also an empty one, within one level; the pattern "" matches the model itself.
+    `*` matches any number of characters, also none, but no dot; the pattern "" matches the model itself.
     """
 
 def check_style(style: str) -> None:
@@ -207,7 +210,7 @@ def shard_range(dim_size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     """(start, length) of a rank's shard of a dim, as in torch.chunk and DTensor's Shard.
 
     Each rank has ceil(dim_size / num_ranks) indices, the last ranks fewer or none; an empty shard starts at `dim_size`.
-    `rank` is the rank in the group of `num_ranks`.
+    `rank` counts in the group of `num_ranks` ranks.
     """
 
 SCHEDULES: Final[tuple[str, ...]]
@@ -218,9 +221,9 @@ class Action:
     """One entry of a pipeline schedule; hashable.
 
     `kind`: "F" (forward), "B" (full backward), "I" and "W" (the halves of a split backward: gradients of the stage's
-    input, then of its weights), "SEND_F", "RECV_F", "SEND_B", "RECV_B" (activations and gradients), each with a
-    micro-batch; "UNSHARD", "RESHARD" without one. ValueError: another kind, a negative number, or a micro-batch that is
-    missing or superfluous.
+    input, then of its weights), "SEND_F" and "RECV_F" (activations), "SEND_B" and "RECV_B" (gradients), each with a
+    micro-batch; "UNSHARD" and "RESHARD" without a micro-batch. ValueError: another kind, a negative stage or
+    micro-batch, or a micro-batch that is missing or superfluous.
     """
 
     def __init__(self, stage: int, kind: str, micro_batch: int | None = None) -> None: ...
@@ -236,18 +239,18 @@ class Action:
     def micro_batch(self) -> int | None: ...
     @property
     def computes(self) -> bool:
-        """Whether it is a forward, a backward or half of a backward."""
+        """Whether this action is a forward, a backward or half of a backward."""
 
     def __eq__(self, other: object) -> bool: ...
     def __hash__(self) -> int: ...
 
 @final
 class StageCost:
-    """The cost of one stage for one micro-batch; all times are in one unit, whichever it is.
+    """The cost of one stage for one micro-batch. All times are in the same unit, of the caller's choice.
 
     A full backward takes the sum of its halves. `transfer`: the time from the end of a forward until its output arrives
-    at the next stage, and the same for the gradient sent back. `activation_bytes` are kept from a forward until the end
-    of its backward; `parameter_bytes` (parameters, gradients, optimizer states) are held all the time.
+    at the next stage, and as long for the gradient that is sent back. `activation_bytes` are kept from a forward until
+    the end of its backward; `parameter_bytes` (parameters, gradients, optimizer states) are held all the time.
     """
 
     def __init__(
@@ -300,28 +303,28 @@ class Simulation:
 
     @property
     def ranks(self) -> list[list[Span]]:
-        """By rank: its computations, in order."""
+        """By rank: the rank's computations, in order."""
 
     @property
     def in_flight(self) -> list[int]:
-        """By stage: the most micro-batches at once whose forward is done and whose backward is not."""
+        """By stage: the largest number of micro-batches, at one time, whose forward is done and backward is not."""
 
     @property
     def peak_bytes(self) -> list[int]:
-        """By rank: the most bytes of parameters and activations at once."""
+        """By rank: the peak of `StageCost.parameter_bytes` and `activation_bytes` of its stages."""
 
 @final
 class Schedule:
     """A pipeline schedule: for each pipeline rank, the list of its actions in order; hashable.
 
-    A rank may have several stages, a stage is on one rank. ValueError: a stage on two ranks, one of the stages from 0
-    to the highest is missing, or a rank has no compute actions.
+    A rank may have several stages; a stage is on one rank. ValueError: a stage is on two ranks, a stage from 0 to the
+    highest is missing, or a rank has no compute actions.
     """
 
     def __init__(self, ranks: Sequence[Sequence[Action]]) -> None: ...
     @staticmethod
     def parse(csv: str) -> Schedule:
-        """Reads CSV, as `str(schedule)` prints it: one line per rank, actions separated by commas.
+        """Reads the CSV that `str(schedule)` prints: one line per rank, actions separated by commas.
 
         Empty cells are skipped, so files of torch.distributed.pipelining can be read, too.
         """
@@ -330,7 +333,7 @@ class Schedule:
     def generate(kind: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> Schedule:
         """A schedule of a kind in `SCHEDULES`, of compute actions only; stage s is on rank s % num_ranks.
 
-        ValueError: numbers below 1; several stages per rank for "1f1b" and "zero_bubble".
+        ValueError: a number below 1, or several stages per rank for "1f1b" or "zero_bubble".
         """
 
     @property
@@ -357,9 +360,10 @@ class Schedule:
         """
 
     def add_communication(self, channel_capacity: int = 0, prefetch: int = 1) -> Schedule:
-        """The schedule with sends, and with receives posted `prefetch` compute actions ahead.
+        """The schedule with sends, and with each receive posted `prefetch` compute actions before its message is used.
 
-        `channel_capacity`: as for `check`. ValueError: there is communication already; see also `check`.
+        Receives are posted earlier if the ranks would deadlock otherwise. `channel_capacity`: as for `check`.
+        ValueError: the schedule has communication already; see also `check`.
         """
 
     def add_unshards(self, max_unsharded: int = 2) -> Schedule:
@@ -369,13 +373,13 @@ class Schedule:
         """
 
     def merge_backwards(self) -> Schedule:
-        """The schedule with adjacent halves of a backward merged into a full one.
+        """The schedule with adjacent halves of a backward merged into a full backward.
 
-        They stay split if the gradient of the stage's input goes to another rank.
+        A backward stays split if the gradient of its stage's input is sent to another rank.
         """
 
     def forward_only(self) -> Schedule:
-        """The forwards only, for an evaluation. ValueError: there are actions that do not compute."""
+        """The forwards only, for an evaluation. ValueError: the schedule has actions that do not compute."""
 
     def first_micro_batches(self, num_micro_batches: int) -> Schedule:
         """The actions of the first `num_micro_batches` only, in the same order.
@@ -387,10 +391,10 @@ class Schedule:
         """The times and bytes of a run in which each rank executes its actions as soon as their inputs have arrived.
 
         Args:
-            costs: one for all stages, one for each stage, or one for each stage and micro-batch, stage by stage; the
-                `parameter_bytes` of a stage are then those of its first micro-batch.
+            costs: one for all stages; one for each stage; or one for each micro-batch of each stage, stage by stage,
+                where a stage has the `parameter_bytes` of its first micro-batch.
 
-        ValueError: another number of costs, or negative ones; see also `check`.
+        ValueError: another number of costs, or negative costs; see also `check`.
         """
 
     def __eq__(self, other: object) -> bool: ...
@@ -398,7 +402,7 @@ class Schedule:
 
 @final
 class Partition:
-    """A cut of layers into consecutive stages."""
+    """The result of `partition`: layers cut into consecutive stages."""
 
     @property
     def begins(self) -> list[int]:
@@ -406,11 +410,11 @@ class Partition:
 
     @property
     def times(self) -> list[float]:
-        """By stage: for one micro-batch."""
+        """By stage: the time of its layers for one micro-batch."""
 
     @property
     def bytes(self) -> list[int]:
-        """By stage: of parameters, and of the activations of its micro-batches in flight."""
+        """By stage: the bytes of its parameters, and of the activations of its micro-batches in flight."""
 
 def partition(
     times: Sequence[float],
@@ -425,13 +429,13 @@ def partition(
     """Cuts layers into consecutive stages: minimizes the largest cost of a stage, then the sum of squared costs.
 
     Args:
-        times: of each layer, forward and backward of one micro-batch, in any one unit.
-        activation_bytes: of each layer, kept from the forward to the backward. Default: 0.
-        parameter_bytes: of each layer: parameters, gradients, optimizer states. Default: 0.
-        in_flight: of each stage, `Simulation.in_flight` of the schedule to be used. Default: 1.
+        times: by layer, of the forward and backward of one micro-batch; all in the same unit.
+        activation_bytes: by layer, of one micro-batch, kept from the forward to the backward. Default: 0.
+        parameter_bytes: by layer, of parameters, gradients and optimizer states. Default: 0.
+        in_flight: by stage, `Simulation.in_flight` of the schedule to be used. Default: 1.
         memory_limit: the most bytes of a stage. None: no limit.
-        memory_weight: the cost of a stage. 0: its time. 1: its bytes. Between: the weighted sum of its fractions of the
-            total time and the total bytes.
+        memory_weight: the weight of bytes in a stage's cost. 0: the cost is the stage's time. 1: the cost is the
+            stage's bytes. Between: the weighted sum of the stage's fractions of the total time and of the total bytes.
 
     ValueError: fewer layers than stages, numbers out of range, or no cut within the limit, naming the smallest limit
     that would suffice.
@@ -439,15 +443,15 @@ def partition(
 
 @final
 class LinearTime:
-    """A time that is linear in the samples of a micro-batch: fixed + per_sample * num_samples."""
+    """A time that is linear in the number of samples of a micro-batch: fixed + per_sample * num_samples."""
 
     def __init__(self, fixed: float = 0, per_sample: float = 0) -> None: ...
     @staticmethod
     def fit(num_samples: Sequence[int], times: Sequence[float]) -> LinearTime:
         """Fits a line to measured times by least squares, with neither coefficient below 0.
 
-        With one measured size, the time is proportional to the samples. ValueError: no measurements, another number of
-        times than of sizes, a size below 1, a negative time.
+        With one measured size, the time is proportional to the number of samples. ValueError: no measurements, another
+        number of times than of sizes, a size below 1, a negative time.
         """
 
     @property
@@ -458,11 +462,11 @@ class LinearTime:
 
 @final
 class MeasuredTime:
-    """Interpolates measured times linearly between the measured sizes, in samples.
+    """Interpolates measured times linearly between the measured micro-batch sizes, in samples.
 
-    Above the largest size, times continue with the slope between the last two, or are constant if that slope is
-    negative. Below the smallest size, the time is that of the smallest. With one measured size, the time is
-    proportional to the samples. ValueError: as `LinearTime.fit`, or sizes that do not ascend.
+    Above the largest size, times continue with the slope between the two largest sizes, or are constant if this slope
+    is negative. Below the smallest size, the time is that of the smallest size. With one measured size, the time is
+    proportional to the number of samples. ValueError: as `LinearTime.fit`, or sizes that do not ascend.
     """
 
     def __init__(self, num_samples: Sequence[int], times: Sequence[float]) -> None: ...
@@ -470,7 +474,7 @@ class MeasuredTime:
 
 @final
 class StageProfile:
-    """The cost of one stage as a function of the samples of a micro-batch; fields as in `StageCost`."""
+    """The cost of one stage as a function of the number of samples of a micro-batch; fields as in `StageCost`."""
 
     def __init__(
         self,
@@ -497,7 +501,7 @@ class StageProfile:
 
 @final
 class TunePoint:
-    """One schedule with micro-batches of certain sizes, simulated."""
+    """A result of `tune`: the simulation of one schedule with given micro-batch sizes."""
 
     @property
     def kind(self) -> str: ...
@@ -517,11 +521,11 @@ class TunePoint:
 
     @property
     def peak_bytes(self) -> int:
-        """The bytes of the rank with the most: parameters, gradients, optimizer states, and activations in flight."""
+        """The largest peak over the ranks: parameters, gradients, optimizer states, and activations in flight."""
 
     @property
     def fits(self) -> bool:
-        """Whether the rank with most bytes is within the limit."""
+        """Whether `peak_bytes` is within the `memory_limit` of `tune`."""
 
 def tune(
     stages: Sequence[StageProfile],
@@ -535,25 +539,26 @@ def tune(
 ) -> list[TunePoint]:
     """Simulates kinds of schedules with numbers of micro-batches; fastest first, those above the memory limit last.
 
-    For each kind and number there is a point with micro-batches of even sizes. Except for "naive", there is another one
-    with micro-batches that are smaller towards the ends of the batch, if that is faster, or fits and even sizes do not.
+    For each kind and number there is a point with micro-batches of even sizes. Except for "naive", a second point has
+    micro-batches that are smaller towards the ends of the batch, if these are faster, or are within the memory limit
+    and even sizes are not.
 
     Args:
         stages: stage s is on rank s % num_ranks.
-        batch_size: samples of a step.
+        batch_size: samples of a training step.
         kinds: from `SCHEDULES`. Default: "naive", "gpipe", "1f1b" and "zero_bubble" for one stage per rank; "naive",
             "interleaved" and "looped_bfs" for several.
-        micro_batch_counts: Default: 1, 2, 3, 4, 6, 8, 12 and so on, up to `batch_size`.
+        micro_batch_counts: the numbers of micro-batches. Default: 1, 2, 3, 4, 6, 8, 12 and so on, up to `batch_size`.
         memory_limit: the most bytes of a rank. None: no limit.
         tapers: whether uneven sizes are tried, too.
 
-    ValueError: stages that are not a multiple of the ranks, numbers out of range, or kinds that do not support the
-    number of stages per rank.
+    ValueError: a number of stages that is not a multiple of `num_ranks`, numbers out of range, or a kind that does not
+    support the number of stages per rank.
     """
 
 def deal_samples(batch_size: int, shares: Sequence[float]) -> list[int]:
-    """The samples of each micro-batch: at least one, and as nearly proportional to `shares` as possible.
+    """The number of samples of each micro-batch: at least one, and as nearly proportional to `shares` as possible.
 
-    Among equal shares, the first ones are larger. ValueError: fewer samples than shares, or a share that is not above
-    0.
+    Among micro-batches with equal shares, the first ones get more samples. ValueError: no shares, fewer samples than
+    shares, or a share that is not above 0.
     """

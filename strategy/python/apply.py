@@ -35,25 +35,25 @@ def parallelize(
 ) -> nn.Module:
     """Shard a model over the tensor-parallel axis of a mesh, in place.
 
-    Parameters become DTensors on that axis under their own names: sharded by their rules, or replicated. Those of
-    `ignore` rules and of an nn.Embedding with max_norm stay plain. Forwards compute on local tensors with weft's
-    operators. Build the optimizer afterwards. FSDP2 (`fully_shard` over another axis) and torch.compile also come
-    afterwards. There is no communication: the ranks must hold equal values.
+    Parameters become DTensors on that axis and keep their names; they are sharded by the plan's rules, or replicated.
+    Parameters of modules with `ignore` rules, and of an nn.Embedding with max_norm, stay plain. Forwards compute on
+    local tensors with weft's operators. Afterwards, build the optimizer and apply FSDP2 (`fully_shard` over another
+    axis) and torch.compile. There is no communication: the ranks must hold equal values before.
 
     Args:
-        model: plain modules on any device, meta included. Buffers do not change, nor do parameters that are DTensors
-            already.
+        model: a model of plain modules, on any device, meta included. Its buffers do not change, nor do parameters that
+            are DTensors already.
         mesh: a DeviceMesh of one axis, or with an axis named "tensor_parallel".
         plan: see `Plan`. Applying the same plan again changes nothing.
-        keeps_plain_on_one_rank: if the tensor-parallel axis has one rank, parameters stay plain, because FSDP2 is
-            faster on plain tensors than on DTensors. Has no effect with rules that set a precision.
+        keeps_plain_on_one_rank: True: if the tensor-parallel axis has one rank, parameters stay plain, because FSDP2 is
+            faster on plain tensors than on DTensors. Has no effect if a rule sets a precision.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: the plan does not fit the model, or the model was parallelized with another plan or mesh. Nothing
-            has been changed then.
+        ValueError: the plan does not fit the model, or the model was parallelized with another plan or mesh. The model
+            is then unchanged.
     """
     tp_mesh = tensor_parallel_mesh(mesh)
     plan = plan if isinstance(plan, Plan) else Plan(plan)
@@ -121,11 +121,11 @@ def _is_applied(model: nn.Module, mesh: DeviceMesh, key: Any) -> bool:
     return True
 
 
-_UNCHANGED = -1  # the dim of a parameter that a rule leaves unchanged
+_UNCHANGED = -1  # in place of a dim: the parameter of an ignored module, which stays unchanged
 
 
 def _stacklevel_of_caller() -> int:
-    """Return the `stacklevel` that makes the caller's warning point outside of weft, Lightning and torch."""
+    """Return the `stacklevel` with which a warning of the calling function points outside of weft, Lightning, torch."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -149,8 +149,10 @@ def _ignored_modules(model: nn.Module, assignments: Assignments) -> set[int]:
 def parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int | None]:
     """Return the dim along which each plain parameter is sharded (None: replicated), by the parameter's id.
 
+    Parameters that stay unchanged, as those of ignored modules, are left out.
+
     Raises:
-        ValueError: the assignments shard a tied parameter in two ways.
+        ValueError: the assignments shard a tied parameter differently in two modules.
     """
     ignored = _ignored_modules(model, assignments)
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
@@ -221,11 +223,11 @@ def _held_parameters(attribute: str, value: object) -> Iterable[nn.Parameter]:
 def _replace_parameters(model: nn.Module, mesh: DeviceMesh | None, dims: dict[int, int | None]) -> str:
     """Replace parameters one at a time, so that each full parameter is freed before the next is sharded.
 
-    Without a mesh they become plain parameters.
+    Without a mesh the new parameters are plain ones.
 
     Returns:
-        The names of sharded parameters that were deferred and were materialized in full, as one text; of more than six,
-        the first four and the last.
+        The names, as one text, of the sharded deferred parameters that had to be materialized in full; if there are
+        more than six, only the first four and the last.
     """
     owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for module_name, module in model.named_modules():
@@ -251,8 +253,8 @@ def _set_parallel_classes(
 ) -> None:
     """Give modules the classes of their styles.
 
-    `excluded`: the ids of modules below the model that keep their class: ignored ones, and those whose parameters were
-    DTensors before, whose code supports them.
+    `excluded`: the ids of modules below the model that keep their class: ignored modules, and modules whose parameters
+    were DTensors before `parallelize`: their code supports DTensors.
     """
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
     local_attributes = {id(model.get_submodule(name)): tuple(c.items()) for name, c in assignments.counts.items()}
@@ -264,7 +266,7 @@ def _set_parallel_classes(
     scopes = {id(model.get_submodule(name)): Scope() for name in containers}
     changed = {*roles, *local_attributes, *dropout_inputs, *named, *scopes}
     group_name = group_name_of(mesh)
-    for module in reversed(list(model.modules())):  # children first: a fused MLP records their classes
+    for module in reversed(list(model.modules())):  # children first: a fused MLP records its children's classes
         assignment = by_module.get(id(module), Assignment(""))
         if state_of(module) is not None or (
             module is not model

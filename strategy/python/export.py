@@ -25,9 +25,9 @@ def export_local(model: nn.Module) -> nn.Module:
 
     Weights that are gathered for each forward are full in the copy, so all ranks of the group must call this.
     Sharded layers become weft.nn modules or layers of `export_layers`, a fused MLP a module that calls the fused
-    operator; all other modules get their own class back. The copy computes the same as the model on this rank of the
-    same group, and can be scripted. After loading it in another job, bind it to that job's group by
-    `weft.nn.rebind_group`.
+    operator; all other modules get their original class back. The copy computes the same as the model on this rank of
+    the same group, and can be scripted if the original classes can. After loading it in another job, bind it to that
+    job's group by `weft.nn.rebind_group`.
 
     Raises:
         ValueError: parameters are also sharded by fully_shard, or on the meta device; a module computes what a plain
@@ -57,7 +57,7 @@ def export_local(model: nn.Module) -> nn.Module:
 
 
 def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
-    """Return the module with its own class, or its replacement; shared modules stay shared."""
+    """Return the module with its original class, or its replacement; a module with two names is restored once."""
     if id(module) in done:
         return done[id(module)]
     state = state_of(module)
@@ -77,7 +77,7 @@ def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
 
 
 def _full_features(module: nn.Module, state: ModuleState) -> tuple[int, int] | None:
-    """Return (in, out) features of the unsharded layer; None for other layers than linear ones."""
+    """Return (in, out) features of an unsharded column, row or vocab_head layer; None for other styles."""
     if state.style not in (*COLUMN_STYLES, *ROW_STYLES, "vocab_head"):
         return None
     if isinstance(module, nn.Linear):
@@ -149,7 +149,7 @@ def _linear(module: nn.Module, state: ModuleState, full_features: tuple[int, int
 
 
 def _check_embedding(module: Any) -> None:
-    """Raise for an embedding, in its own class, that does more than VocabParallelEmbedding."""
+    """Raise ValueError for an embedding, restored to its original class, that does more than VocabParallelEmbedding."""
     if type(module).forward is not nn.Embedding.forward:
         raise ValueError(
             f"export_local: a {type(module).__name__} has a forward of its own around its table, which the copy would "

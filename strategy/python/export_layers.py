@@ -1,4 +1,4 @@
-"""Scriptable layers that replace parallelized layers in an exported copy where those of weft.nn do not suffice.
+"""Scriptable layers that replace parallelized layers in an exported copy where weft.nn has no layer for the purpose.
 
 `export_local` makes them around existing parameters: `weight`, and `bias` or None.
 """

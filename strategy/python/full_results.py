@@ -2,7 +2,7 @@
 
 A loss term, a norm for the log or an exponential average reads `self.parameters()`, some of which are sharded, and
 combines the results with plain tensors. DTensor raises for most operations that mix both. `FullResults` computes on the
-shards where DTensor can, and gathers where it cannot; numbers are returned in full.
+shards where DTensor can, and gathers where it cannot. A number, here, is a tensor without dims.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ def local_parameters() -> Iterator[None]:
     """Inside, code outside of a forward computes with parameters as on one device.
 
     Reading a replicated parameter as a module's attribute gives the plain local tensor. A number computed from DTensors
-    (such as those of `parameters()`) is a plain tensor with the value and the gradients of one device; an operation
-    with a DTensor and a plain tensor, or a DTensor on another mesh, all-gathers. So all ranks must run the same code.
+    (such as those of `parameters()`) is a plain tensor with the value and the gradients of one device. An operation
+    that combines a DTensor with a plain tensor, or with a DTensor on another mesh, may all-gather. So all ranks must
+    run the same code.
 
     The Trainer runs steps, and the hooks between a backward and the optimizer's step, inside this context; with a plan,
     Trainer and Fabric also run in it the step of an optimizer that is not known to step each element alone. Other code
@@ -109,7 +110,8 @@ def local_parameters() -> Iterator[None]:
 class FullResults(TorchFunctionMode):
     """Inside, a number computed from DTensors is a plain tensor with the value that one device computes.
 
-    Results with dims stay DTensors until an operation combines them with a plain tensor or a DTensor on another mesh.
+    Results with dims stay DTensors, except views that DTensor does not support, until an operation combines them with a
+    plain tensor or with a DTensor on another mesh.
     """
 
     def __torch_function__(
@@ -182,7 +184,9 @@ class FullResults(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _with_placements_of(self, name: str, changed: DTensor, other: Tensor) -> Tensor:
-        """Return a tensor with the placements of the DTensor that a function changes.
+        """Return a tensor as a DTensor sharded like the one that a function changes.
+
+        The changed DTensor itself, numbers and other DTensors on its mesh are returned unchanged.
 
         Raises:
             ValueError: the tensor has another shape or requires a gradient.
@@ -216,7 +220,8 @@ def _is_partial(tensor: DTensor) -> bool:
 def _mixes_as_number(tensor: Tensor, changed: Any) -> bool:
     """Return whether a tensor is a plain number that DTensor operations support.
 
-    Numbers that require a gradient are not: their gradient would be a DTensor. `changed`: as `_changed` returns it.
+    A number whose gradient is recorded is supported only by functions that change tensors (`changed`, as `_changed`
+    returns it, is not None): from other functions, its gradient would be a DTensor.
     """
     if isinstance(tensor, DTensor) or tensor.dim() > 0:
         return False
@@ -245,7 +250,7 @@ def _mesh(tensor: Tensor) -> DeviceMesh | None:
 
 
 def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the tensors that a function changes in place; None: it changes none."""
+    """Return the tensor, or the list of them, that a function changes in place or by `out`; None: it changes none."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
     is_method = name.endswith("_") and not name.endswith("__")

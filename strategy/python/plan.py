@@ -31,15 +31,18 @@ class Plan:
     Args:
         rules: one of
             - a dict from pattern to style, `{"layers.*.attention.wq": {"style": "column", "heads": "n_heads"}}`;
-              styles are those of weft.strategy.STYLES, Hugging Face's names for them, or torch's ColwiseParallel and
-              RowwiseParallel; `*` in a pattern matches any characters within one level, "" is the model itself;
+              styles are those of weft.strategy.STYLES, Hugging Face's names for them, or torch's ParallelStyle
+              objects (see `planning.torch_styles`); `*` in a pattern matches any characters within one level, "" is the
+              model itself;
             - a callable that is called with each module's name and the module, and returns its style or None;
             - a string, which is tried in this order: "auto", which recognises transformer blocks;
               "huggingface", the plan that a model of transformers brings with it; the path of a file (.yaml, .yml,
               .json) with such a dict; such a dict as YAML or JSON text; the dotted name of such a callable,
-              "mypackage.plans.llama", which is imported.
-        sequence_parallel: in repeated blocks, shard the activations between the layers that the plan shards along the
-            sequence, the last dim but one of a block's first input. The other modules of the blocks must treat each
+              "mypackage.plans.llama", which is imported;
+            - the path of a file as an os.PathLike;
+            - another Plan, whose options apply where an argument below is not given.
+        sequence_parallel: in repeated blocks, shard activations along the sequence, the last dim but one of a block's
+            first input, between the layers that the plan shards. The other modules of the blocks must treat each
             token by itself: norms, dropout, residual sums.
         verify: "auto" (default): layers that "auto", "huggingface" or the style `attention` would shard by heads are
             compared with the unsharded code (`weft.strategy.verification`), and their activations are gathered if the
@@ -148,11 +151,11 @@ class Plan:
         return assign_explicit(model, self.rules_for(model), tp_size, self.verify, self.example)
 
     def key(self) -> Any:
-        """Return a key of the rules and of `sequence_parallel`; `verify` and `example` are not part of it."""
+        """Return a key of the rules and of `sequence_parallel`; `verify` and `example` do not change the key."""
         return self.preset or self._callable or self._rules, self.sequence_parallel
 
     def offloads(self, model: nn.Module) -> bool:
-        """Return whether a rule says offload."""
+        """Return whether a rule has the option offload; False for a preset."""
         return not self.preset and any(rule.offload for rule in self.rules_for(model).rules)
 
     def rules_for(self, model: nn.Module) -> _plan.Plan:

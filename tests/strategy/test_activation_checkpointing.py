@@ -299,7 +299,7 @@ def test_fused_layer_and_conflicting_checkpoint_raise(world_size: int) -> None:
     checkpoint_activations(model, "layers.0")
     assert checkpoint_activations(model, "layers.0") == ["layers.0"]  # repeating a call changes nothing
     assert len([cls for cls in type(model.layers[0]).__mro__ if cls is CheckpointedModule]) == 1
-    with pytest.raises(ValueError, match=r"'layers\.0' has a full checkpoint already; give it the same again"):
+    with pytest.raises(ValueError, match=r"'layers\.0' has a full checkpoint without offload already; give"):
         checkpoint_activations(model, "selective")
     with pytest.raises(ValueError, match="'layers' is to be recomputed, but a ModuleList has no forward"):
         checkpoint_activations(model, "layers")

@@ -2,13 +2,13 @@
 
     WEFT_MEMORY=1 python train.py           # or weft.memory.track() before the first tensor
 
-    weft.memory.watch(model, optimizer)     # the strategies call it themselves
+    weft.memory.watch(model, optimizer)     # the Lightning and Fabric strategies call watch themselves
     ...
     weft.memory.peak(), weft.memory.by_category(at="peak")
 
 CPU tensors are counted by an allocator that wraps torch's: the requested bytes, on all threads, including temporaries
-inside operators. The shared memory of weft's groups is counted, too. For a CUDA `device` the figures come from the
-statistics of torch's caching allocator, without categories.
+inside operators. The shared memory of weft's process groups is counted, too. For a CUDA `device`, the sizes come from
+the statistics of torch's caching allocator; there are no categories and no timeline.
 """
 
 from __future__ import annotations

@@ -15,17 +15,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from weft import _memory
 
 CATEGORIES: tuple[str, ...] = _memory.CATEGORIES
-"""The names of the categories. "scratch" is the temporary memory of operators and optimizers."""
+"""The names of the memory categories. "scratch" is the temporary memory of operators and optimizers."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run, between two calls of `begin_phase`.
+    """The time from one call of `begin_phase` to the next.
 
     Attributes:
-        name: "forward", "backward", "step", or the name given to `begin_phase`.
+        name: the name given to `begin_phase`; "start" before the first call. The hooks of `watch` begin "forward",
+            "inference", "backward", "step" and "between steps".
         seconds: from the start of counting to the start of the phase.
-        peak: bytes by category at the moment in the phase when their sum was largest.
+        peak: bytes by category when the total in the phase was largest.
     """
 
     name: str
@@ -147,13 +148,16 @@ def num_allocations() -> int:
 
 
 def timeline() -> list[Phase]:
-    """Return the phases since the start or the last `reset_peak()`, the current one last; at most the newest 4096."""
+    """Return the phases since counting began, the current one last; at most the newest 4096.
+
+    `reset_peak()` drops all phases but the current one.
+    """
     _check_tracking()
     return [Phase(*phase) for phase in _memory.phases()]
 
 
 def begin_phase(name: str, category: str = "other") -> None:
-    """Begin a phase of the timeline; memory allocated in it has `category` until it is tagged.
+    """Begin a phase of the timeline; memory allocated in the phase has `category` until `tag` changes it.
 
     Does nothing if memory is not counted.
     """
@@ -162,7 +166,7 @@ def begin_phase(name: str, category: str = "other") -> None:
 
 
 def tag(tensors: Iterable[torch.Tensor | None], category: str) -> None:
-    """Set the category of the tensors' memory, also in recorded peaks that include it.
+    """Set the category of the tensors' memory, also in the recorded peaks that include this memory.
 
     For a DTensor, tags this rank's shard. Does nothing if memory is not counted.
     """

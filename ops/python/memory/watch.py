@@ -50,8 +50,9 @@ class Watch:
     def forward_begins(self, inputs: Any = ()) -> None:
         """Begin the phase "forward", or "inference" if gradients are not recorded.
 
-        `inputs`: a batch, of nested lists, tuples and dicts. If gradients are recorded, its tensors, which the
-        first layers save for the backward, are tagged "saved_activations", except the model's parameters and buffers.
+        `inputs`: a batch, of nested lists, tuples and dicts. If gradients are recorded, the batch's tensors are tagged
+        "saved_activations", because the first layers save them for the backward; parameters and buffers of the model
+        among them are not.
         """
         if torch.is_grad_enabled():
             tensors = (each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
@@ -60,11 +61,11 @@ class Watch:
         self._mark = _memory.mark()
 
     def forward_ends(self) -> None:
-        """Tag the memory allocated since the forward began and still alive as saved for the backward."""
+        """Tag the "scratch" memory that was allocated since the forward began and is alive as "saved_activations"."""
         _memory.set_category_since(self._mark, "scratch", "saved_activations")
 
     def backward_begins(self) -> None:
-        """Begin the phase "backward"; tensors that the loss saves count as saved, too."""
+        """Begin the phase "backward"; tensors that the loss saved for it are tagged "saved_activations", too."""
         self.forward_ends()
         begin_phase("backward", "scratch")
         self._mark = _memory.mark()
@@ -89,7 +90,7 @@ class Watch:
         begin_phase("between steps")
 
     def _tag_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Tag the optimizer's states if there are new ones; a parameter's first step creates its states."""
+        """Tag the optimizer's states if a step has created new ones: a parameter's first step creates its states."""
         if len(optimizer.state) == self._num_states[optimizer]:
             return
         self._num_states[optimizer] = len(optimizer.state)
@@ -98,10 +99,10 @@ class Watch:
 
 
 def tag_parameters(model: torch.nn.Module) -> int:
-    """Tag the parameters and buffers of a model as "parameters"; return the bytes of those that are not counted.
+    """Tag a model's parameters and buffers in CPU memory as "parameters"; return the bytes that are not counted.
 
-    Not counted are CPU storages made before `track()`, or without torch's allocator (shared memory, mapped files).
-    A storage that several of these tensors use counts once; of a DTensor, the local shard counts.
+    Storages made before `track()`, or without torch's allocator (shared memory, mapped files), are not counted. In the
+    result, a storage that several tensors use counts once, and a DTensor counts as its local shard.
     """
     tensors = storages((*model.parameters(), *model.buffers()))
     return sum(
@@ -117,9 +118,9 @@ def _after_accumulation(parameter: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def saving(inputs: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, the phase is "forward"; for a pipeline, which runs several forwards before their backwards.
+    """Inside, the phase is "forward". For a pipeline stage, which runs several forwards before their backwards.
 
-    Memory allocated inside that is alive at the end is tagged "saved_activations", and so are `inputs`. If
+    Memory that is allocated inside and still alive at the end is tagged "saved_activations", and so are `inputs`. If
     gradients are not recorded, the phase is "inference" and nothing is tagged. Does nothing if memory is not counted.
     """
     if not is_tracking():
@@ -137,9 +138,10 @@ def saving(inputs: Iterable[torch.Tensor]) -> Iterator[None]:
 def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Watch:
     """Tag the memory of `model` and `optimizers`, and record their forwards, backwards and steps in the timeline.
 
-    Parameters and buffers are "parameters"; a forward's inputs, and its allocations that stay alive, are
-    "saved_activations"; gradients are tagged when they are accumulated, optimizer states after the step that creates
-    them. Other allocations of operators and optimizers are "scratch", and allocations between the steps "other".
+    Parameters and buffers are tagged "parameters". If a forward records gradients, its inputs and its allocations that
+    stay alive are tagged "saved_activations". Gradients are tagged "gradients" when they are accumulated, optimizer
+    states "optimizer_state" after the step that creates them. Other allocations from a forward to the end of the
+    optimizer's step are "scratch", and those between an optimizer's step and the next forward "other".
 
     Returns a handle whose `remove()` removes the hooks. Call `watch` after the parameters have been sharded and moved
     to their device.

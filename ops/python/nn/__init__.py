@@ -1,7 +1,7 @@
-"""Scriptable modules over weft's operators; each holds this rank's shards as plain parameters.
+"""Scriptable modules over weft's operators. Their parameters are plain tensors: this rank's shards, or replicas.
 
-They run in eager mode, under torch.jit.script (save, load in a fresh process, C++), torch.compile and
-torch.export. Group names differ from job to job: after loading, `rebind_group` sets the new one.
+The modules run in eager mode, under torch.jit.script (save, load in a fresh process, C++), torch.compile and
+torch.export. Group names differ from job to job: `rebind_group` gives a loaded module the group name of this job.
 """
 
 from weft.nn.attention import ParallelAttention

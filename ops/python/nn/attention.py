@@ -28,38 +28,41 @@ class _Projection(nn.Module):
 
 
 class ParallelAttention(nn.Module):
-    """Softmax attention over the last dim but one, with this rank's heads: x `[..., S, dim]` -> `[..., S, dim]`.
+    """Attention over the last dim but one, with its heads sharded over a group: x `[..., S, dim]` -> `[..., S, dim]`.
 
     One all-reduce forward and one backward. With `sequence_dim`: one all-gather and one reduce-scatter forward, two
     all-gathers and one reduce-scatter backward. In addition, the backward all-reduces the gradients of replicated
-    key/value heads over their ranks, and those of cos, sin and mask, if they require gradients, over the group.
+    key/value heads over the ranks that hold copies, and the gradients of cos, sin and mask over the group.
 
     Args:
         dim: size of the last dim of x and of the result.
         num_heads: query heads of the unsharded block; a multiple of the number of ranks.
-        num_kv_heads: key/value heads of the unsharded block; num_heads must be a multiple of it. Default: num_heads. A
-            multiple of the number of ranks is sharded over them. For a divisor of that number the heads are replicated:
-            neighbouring ranks hold equal copies of one head, and the gradients are summed over these ranks.
+        num_kv_heads: key/value heads of the unsharded block, a divisor of num_heads; default num_heads. A multiple of
+            the number of ranks: these heads are sharded. A smaller divisor of the number of ranks: these heads are
+            replicated, that is, neighbouring ranks hold equal copies of one head and sum its gradients.
         group_name: c10d name of the group; "" for a group of one.
         kv_group_name: c10d name of the group of ranks that hold copies of this rank's key/value head, from
-            `weft.nn.kv_groups`. Required if these heads are replicated, unless all ranks hold the same one. The
-            constructor broadcasts the initial values of replicated heads in this group, so its ranks must construct
-            the module together.
+            `weft.nn.kv_groups`. Required if key/value heads are replicated, unless there is only one. The constructor
+            broadcasts the initial values of replicated heads among the ranks that hold copies, so these ranks must
+            construct the module together.
         head_dim: default dim / num_heads.
-        fused_qkv: one projection `qkv`. False: `q`, `k` and `v`, whose weights are concatenated in every forward; the
-            copy is kept for the backward.
+        fused_qkv: True: one projection `qkv`. False: projections `q`, `k` and `v`, whose weights are concatenated in
+            every forward; the concatenated weight is saved for the backward.
         bias: of q, k and v, and of the output unless `out_bias` says otherwise.
         causal: no query attends to later keys, whatever the mask says.
-        sequence_dim: if given, x and the result are sharded by torch.chunk along this dim, which must be that of S.
+        sequence_dim: if given, x and the result are sharded by torch.chunk along this dim, which must be the last but
+            one.
         device, dtype: of the parameters.
 
     Parameters, for h query heads and kv key/value heads on this rank: `qkv.weight [(h + 2 * kv) * head_dim, dim]`, in
     the order q|k|v (or `q.weight [h * head_dim, dim]`, `k.weight` and `v.weight [kv * head_dim, dim]`), and biases with
-    the same rows; `out.weight [dim, h * head_dim]`, the columns of these heads; `out.bias [dim]`, replicated on every
-    rank, initialised to zero and added once. `weft.nn.shard_qkv` shards the weights of a checkpoint.
+    the same rows; `out.weight [dim, h * head_dim]`, the columns of this rank's query heads; `out.bias [dim]`,
+    replicated on every rank, initialised to zero and added once. `weft.nn.shard_qkv` shards the qkv weight and bias of
+    a checkpoint.
 
     Raises:
-        ValueError: head counts that do not fit each other or the ranks; replicated heads without their group.
+        ValueError: head counts that do not fit each other or the number of ranks; replicated heads without the
+            required `kv_group_name`, or with the name of another group.
     """
 
     if TYPE_CHECKING:  # either qkv, or q, k and v; the others are None, which TorchScript checks
@@ -136,7 +139,7 @@ class ParallelAttention(nn.Module):
             cos, sin: `[S, head_dim]` or `[..., S, head_dim]`: rotary embedding of queries and keys. With (x1, x2) the
                 halves of a head: (x1, x2) * cos + (-x2, x1) * sin.
             mask: `[S, S]` or `[..., 1, S, S]`, the same for all heads; bool (True: attend) or added to the scores.
-            sequence_size: S, with `sequence_dim` only; without it all shards of the sequence must have equal sizes.
+            sequence_size: S; only with `sequence_dim`. None: all shards of the sequence must have equal sizes.
         """
         self._check(x, cos, sin, mask, sequence_size)
         if self.qkv is not None:
@@ -188,7 +191,7 @@ class ParallelAttention(nn.Module):
         return torch.ops.weft.copy_to_group(tensor, self.group_name) if tensor.requires_grad else tensor
 
     def _sum_gradients_of_copies(self, rows: Tensor) -> Tensor:
-        """Return rows unchanged; the gradients of k and v are summed over the ranks that hold copies of them."""
+        """Return `rows`, of q|k|v; the backward sums the gradients of k and v over the ranks that hold copies."""
         if self.kv_group_name == "" or not torch.is_grad_enabled():
             return rows
         q, kv = rows.split([self.num_local_heads * self.head_dim, 2 * self.num_local_kv_heads * self.head_dim])

@@ -20,15 +20,15 @@ def shard_qkv(
     *,
     layout: Literal["blocks", "grouped"] = "blocks",
 ) -> Tensor:
-    """Return a rank's rows of an unsharded fused weight or bias, in the order q|k|v of `ParallelAttention.qkv`; a copy.
+    """Return a copy of a rank's rows of an unsharded fused qkv weight or bias, in the order of `ParallelAttention.qkv`.
 
     Args:
         weight: `[(num_heads + 2 * num_kv_heads) * head_dim, ...]`.
         num_heads, num_kv_heads: of the unsharded attention.
         num_ranks, rank: the number of ranks, and the rank whose rows are returned.
         layout: the order of the rows. "blocks": all of q, then k, then v, as torch.cat of q, k and v gives them.
-            "grouped": for each key/value head, the query heads that attend to it, then that key head, then that value
-            head (Megatron; GPT-NeoX, with one query head for each).
+            "grouped": for each key/value head, the query heads that attend to it, then its key rows, then its value
+            rows (as in Megatron; as in GPT-NeoX, where every query head has a key/value head).
 
     Returns:
         `[(h + 2 * kv) * head_dim, ...]` with the rank's h query heads and kv key/value heads. If there are more ranks
@@ -61,9 +61,9 @@ def shard_qkv(
 def kv_groups(num_kv_heads: int, group_name: str) -> str:
     """Create the groups of ranks that hold the same key/value head; return the name of this rank's group.
 
-    Pass it to `ParallelAttention` as `kv_group_name`. All ranks of the group must call this function, once for all
-    layers with this number of heads. If no head is replicated, no group is created and the result is "". If all ranks
-    hold the same head, no group is created and the result is `group_name`.
+    Pass the name to `ParallelAttention` as `kv_group_name`. All ranks of `group_name` must call this function; one call
+    serves all layers with this number of heads. If no head is replicated, no group is created and the result is "". If
+    all ranks hold the same head, no group is created and the result is `group_name`.
 
     Args:
         num_kv_heads: of the unsharded attention.
@@ -90,7 +90,7 @@ def kv_groups(num_kv_heads: int, group_name: str) -> str:
 
 
 def local_heads(owner: str, num_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> tuple[range, range]:
-    """Return (query heads, key/value heads) of a rank; for invalid counts every rank raises the same error."""
+    """Return (query heads, key/value heads) of a rank; invalid numbers of heads raise the same error on every rank."""
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"{owner}: got num_heads {num_heads} with num_kv_heads {num_kv_heads}; num_heads must be a multiple of "
@@ -122,7 +122,7 @@ def check_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_name
     """Return the name of the group of ranks that hold this rank's key/value head; "" if only this rank holds it.
 
     Raises:
-        ValueError: `kv_group_name` is another group, is missing, or is given for sharded heads.
+        ValueError: `kv_group_name` names a group of other ranks, is missing, or is given for sharded heads.
     """
     num_ranks = 1 if not group_name else process_group(group_name).size()
     num_copies = ranks_per_kv_head(owner, num_kv_heads, num_ranks)
@@ -146,14 +146,14 @@ def check_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_name
 
 
 def broadcast_values(tensor: Tensor, group_name: str) -> None:
-    """Broadcast the values of the group's first rank, in place; does nothing for a tensor without values."""
+    """Broadcast the values of the group's first rank, in place; does nothing for a meta tensor."""
     if not tensor.is_meta:
         group = process_group(group_name)
         dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
 def _ranks_with_same_head(group_name: str, num_copies: int) -> list[int]:
-    """Return the global ranks that hold the same key/value head as this one."""
+    """Return the global ranks that hold the same key/value head as this rank, which is one of them."""
     group = process_group(group_name)
     start = group.rank() // num_copies * num_copies
     return dist.get_process_group_ranks(group)[start : start + num_copies]

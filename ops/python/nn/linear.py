@@ -11,7 +11,7 @@ from weft.nn.shard import group_size_and_rank, shard_range
 
 
 def _init_like_linear(weight: Tensor, bias: Tensor | None, fan_in: int) -> None:
-    """Initialise from nn.Linear's distributions; `fan_in` is that of the unsharded layer, not of the shard."""
+    """Initialise from nn.Linear's distributions; `fan_in` is the fan-in of the unsharded layer, not of the shard."""
     bound = 1.0 / math.sqrt(fan_in) if fan_in > 0 else 0.0
     with torch.no_grad():
         weight.uniform_(-bound, bound)
@@ -25,12 +25,12 @@ class ColumnLinear(nn.Module):
     Args:
         in_features: size of the last dim of x.
         out_features: rows of the unsharded weight; this rank holds its shard by torch.chunk.
-        bias: with a bias, sharded like the rows.
+        bias: whether there is a bias; it is sharded like the rows.
         group_name: c10d name of the group; "" for a group of one.
         device, dtype: of the parameters.
 
-    Parameters `weight [out_local, in_features]`, `bias [out_local]`. Random values differ from those of
-    an unsharded nn.Linear; to get equal numbers, copy the shards of its parameters.
+    Parameters `weight [out_local, in_features]`, `bias [out_local]`. Their initial values differ from the shards of an
+    nn.Linear with the same seed; for equal results, copy the shards of an nn.Linear's parameters.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RowLinear(nn.Module):
     Args:
         in_features: columns of the unsharded weight; this rank holds its shard by torch.chunk.
         out_features: size of the last dim of the result.
-        bias: with a bias, replicated on every rank and added once.
+        bias: whether there is a bias; it is replicated on every rank and added once.
         group_name: c10d name of the group; "" for a group of one.
         device, dtype: of the parameters.
 
@@ -106,7 +106,7 @@ class AllGatherLinear(ColumnLinear):
 
     Args:
         in_features, out_features, bias, group_name, device, dtype: as in ColumnLinear, with the same parameters.
-        gather_dim: the dim of x that is sharded over the group, that of the sequence; any but the last.
+        gather_dim: the sequence dim, along which x is sharded over the group; any dim but the last.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class AllGatherLinear(ColumnLinear):
         self.gather_dim = gather_dim
 
     def forward(self, x: Tensor, dim_size: int | None = None) -> Tensor:
-        """`dim_size`: the size of the unsharded `gather_dim`; without it all shards must have equal sizes."""
+        """`dim_size`: the size of the unsharded `gather_dim`. None: all shards must have equal sizes."""
         return torch.ops.weft.all_gather_linear(
             x, self.weight, self.bias, gather_dim=self.gather_dim, group_name=self.group_name, dim_size=dim_size
         )
@@ -138,8 +138,7 @@ class LinearReduceScatter(RowLinear):
 
     Args:
         in_features, out_features, bias, group_name, device, dtype: as in RowLinear, with the same parameters.
-        scatter_dim: the dim along which this rank gets its shard by torch.chunk, that of the sequence; any but the
-            last.
+        scatter_dim: the sequence dim, along which the result is sharded by torch.chunk; any dim but the last.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class LinearReduceScatter(RowLinear):
 
 
 class ShardedLinear(ColumnLinear):
-    """x Wᵀ + b with each rank's own x and a sharded weight: `[..., in_features]` -> `[..., out_features]`.
+    """x Wᵀ + b with a sharded weight and a different x on each rank: `[..., in_features]` -> `[..., out_features]`.
 
     Args:
         in_features, out_features, bias, group_name, device, dtype: as in ColumnLinear, with the same parameters.

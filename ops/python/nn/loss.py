@@ -13,7 +13,7 @@ class VocabParallelCrossEntropy(nn.Module):
     """This rank's logits `[..., v]` and global classes `[...]` -> nn.CrossEntropyLoss of the unsharded logits.
 
     Args:
-        vocab_size: classes of all ranks; this rank has its shard by torch.chunk.
+        vocab_size: the number of classes of all ranks together; this rank's logits are its shard by torch.chunk.
         group_name: c10d name of the group; "" for a group of one.
         ignore_index, label_smoothing, reduction: those of nn.CrossEntropyLoss.
 
@@ -60,14 +60,14 @@ class VocabParallelCrossEntropy(nn.Module):
 
 
 class VocabParallelLinearCrossEntropy(VocabParallelCrossEntropy):
-    """Hidden states `[..., dim]` and global classes `[...]` -> the loss of their logits, which are never materialized.
+    """Hidden states `[..., dim]` and global classes `[...]` -> the loss, without materializing all logits at once.
 
     Args:
         dim: size of the last dim of the hidden states.
-        vocab_size, group_name, ignore_index, label_smoothing, reduction: those of VocabParallelCrossEntropy.
+        vocab_size, group_name, ignore_index, label_smoothing, reduction: as in VocabParallelCrossEntropy.
         device, dtype: of the parameter.
 
-    Parameter `weight [rows_local, dim]`, this rank's rows of the output matrix.
+    Parameter `weight [rows_local, dim]`, this rank's torch.chunk shard of the rows of the output matrix.
     """
 
     def __init__(

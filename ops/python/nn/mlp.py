@@ -17,12 +17,12 @@ class ColumnRowMLP(nn.Module):
     Args:
         dim: size of the last dim of x and of the result.
         hidden_dim: of the unsharded block; this rank holds its shard by torch.chunk.
-        gated: with w3 (SwiGLU with "silu", GEGLU with "gelu").
-        bias: with b1, b2 and (if gated) b3; b2 is replicated on every rank and added once.
+        gated: whether there is w3 (SwiGLU for "silu", GEGLU for "gelu").
+        bias: whether there are b1, b2 and, if gated, b3; b2 is replicated on every rank and added once.
         activation: "silu", "gelu", "gelu_tanh" or "relu".
         group_name: c10d name of the group; "" for a group of one.
         recompute: save only x for the backward and recompute the hidden values.
-        sequence_dim: if given, x and the result are sharded by torch.chunk along this dim, any but the last.
+        sequence_dim: if given, x and the result are sharded by torch.chunk along this dim; any dim but the last.
         device, dtype: of the parameters.
 
     Parameters `w1, w3 [hidden_local, dim]`, `w2 [dim, hidden_local]`, `b1, b3 [hidden_local]`, `b2 [dim]`.
@@ -72,7 +72,7 @@ class ColumnRowMLP(nn.Module):
             _init_like_linear(self.w3, self.b3, dim)
 
     def forward(self, x: Tensor, sequence_size: int | None = None) -> Tensor:
-        """`sequence_size`: the size of the unsharded `sequence_dim`; without it all shards must have equal sizes."""
+        """`sequence_size`: the size of the unsharded `sequence_dim`. None: all shards must have equal sizes."""
         return torch.ops.weft.column_row_mlp(
             x,
             self.w1,

@@ -11,10 +11,10 @@ class RMSNorm(nn.Module):
 
     Args:
         dim: size of the last dim of x.
-        eps: added to the mean.
-        elementwise_affine: with a weight `[dim]`, initialised to ones and replicated on every rank.
-        group_name: c10d name of the group over which the tokens of x are sharded; the gradients of the weight are
-            summed over it. "" if every rank has all tokens.
+        eps: added to the mean of the squares.
+        elementwise_affine: whether there is a weight `[dim]`; it is initialised to ones and replicated on every rank.
+        group_name: c10d name of the group over which the tokens of x are sharded; the backward sums the gradients of
+            the parameters over this group. "" if every rank has all tokens.
         device, dtype: of the parameters.
     """
 
@@ -50,8 +50,9 @@ class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim: `[..., dim]` -> `[..., dim]`.
 
     Args:
-        dim, eps, elementwise_affine, group_name, device, dtype: those of RMSNorm.
-        bias: with a bias `[dim]`, initialised to zeros, if there is a weight.
+        dim, elementwise_affine, group_name, device, dtype: as in RMSNorm.
+        eps: added to the variance.
+        bias: whether there is a bias `[dim]`, initialised to zeros; without a weight there is none.
     """
 
     def __init__(

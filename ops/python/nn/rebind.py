@@ -9,16 +9,18 @@ from torch import nn
 
 
 def rebind_group(module: nn.Module | torch.jit.ScriptModule, group_name: str, kv_group_name: str | None = None) -> int:
-    """Set `group_name` on every weft module inside `module`, scripted or not; returns how many there were.
+    """Set `group_name` on every weft module inside `module`, scripted or not; return the number of these modules.
+
+    Modules with the group name "" are set, too, also norms.
 
     Args:
-        module: a module, or what torch.jit.load returned.
+        module: an nn.Module, or a result of torch.jit.load.
         group_name: c10d name of this job's group, such as `dist.group.WORLD.group_name`; "" for a group of one.
-        kv_group_name: from `weft.nn.kv_groups`, for attentions whose key/value heads are replicated on some of the
-            ranks. If all ranks hold the same head, this is group_name and need not be given.
+        kv_group_name: the result of `weft.nn.kv_groups`. Required if a ParallelAttention's key/value heads are
+            replicated, unless all ranks hold the same head.
 
     Raises:
-        ValueError: no weft module is inside, or one requires a kv_group_name.
+        ValueError: there is no weft module inside, or a required `kv_group_name` is missing.
     """
     found: list[Any] = [inner for inner in module.modules() if isinstance(getattr(inner, "group_name", None), str)]
     if not found:

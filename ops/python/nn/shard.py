@@ -1,4 +1,4 @@
-"""Which shard of a dim a rank holds."""
+"""Finds which shard of a dim a rank holds; looks up groups by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shard_range(dim_size: int, num_ranks: int, rank: int) -> tuple[int, int]:
 
 
 def group_size_and_rank(group_name: str) -> tuple[int, int]:
-    """Return (number of ranks, own rank) of the c10d group of that name; (1, 0) for the group of one, ""."""
+    """Return (number of ranks, this process's rank) of a c10d group by its name; (1, 0) for "", the group of one."""
     if not group_name:
         return 1, 0
     group = process_group(group_name)
@@ -26,6 +26,6 @@ def group_size_and_rank(group_name: str) -> tuple[int, int]:
 
 
 def process_group(group_name: str) -> dist.ProcessGroup:
-    """Return the c10d group of that name."""
+    """Return the c10d group with this name."""
     name: Any = group_name  # torch declares a NewType
     return dist.distributed_c10d._resolve_process_group(name)  # there is no public API for this

@@ -22,7 +22,7 @@ MODES = ("train", "eval")
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The arguments of `compare`, with all checks that do not need the model.
+    """The arguments of `compare`, checked as far as possible without the model.
 
     Raises:
         ValueError: an argument is invalid for every model.
@@ -103,32 +103,32 @@ def compare(
     unsharded model, so the model must fit into a rank's memory twice: build a small configuration, or pass
     `first_layers`.
 
-    In an initialised process group the call is collective over it. Otherwise it starts the layout's ranks itself, as
-    CPU processes of this host: `module`, `batch` and `loss_fn` are pickled, and a script must call it under
-    `if __name__ == "__main__"`.
+    If the default process group is initialised, `compare` is collective over it. Otherwise `compare` starts the
+    layout's ranks itself, as CPU processes of this host: `module`, `batch` and `loss_fn` are pickled, and a script must
+    call `compare` under `if __name__ == "__main__"`.
 
     Args:
         module: an nn.Module or a LightningModule, which is not changed; a callable without arguments that builds one;
             or the "package.module:name" of either.
-        batch: of all data-parallel ranks together; a callable that makes it, or "package.module:name". None: the
-            LightningModule's `example_input_array`, or random tokens for a language model of Hugging Face; then the
-            loss is the forward's, not that of `training_step`.
-        layout: as the strategies take it, "tp2", "dp2,tp2", "rep2,dp2,tp2"; without a pipeline.
+        batch: the batch of all data-parallel ranks together, a callable that makes it, or the "package.module:name" of
+            either. None: the model's `example_input_array`, or random tokens for a language model of Hugging Face; the
+            default loss is then that of the forward, not of `training_step`.
+        layout: the sizes of the axes, as in the Lightning strategies: "tp2", "dp2,tp2", "rep2,dp2,tp2"; no pipeline.
         plan: as `weft.parallelize` takes it.
         dtype: of all floating parameters, buffers and inputs: float64, float32, bfloat16 or float16.
-        loss_fn: `(module, batch) -> loss`, `[]`. None: a LightningModule's `training_step(batch, 0)`, without logging.
-            Other modules are called with the items of a tuple or list, or with a dict as keywords; the loss is the
-            output's `.loss`, the output if it is one number, or else a fixed random projection of its first floating
-            tensor.
+        loss_fn: a function `(module, batch) -> loss`, a tensor `[]`, or its "package.module:name". None: the loss of a
+            LightningModule is that of `training_step(batch, 0)`, without logging. For other modules it is that of the
+            forward, which gets a tuple or list as arguments and a dict as keywords: the output's `loss` (attribute
+            or key), else its first floating tensor if that has one element, else a fixed random projection of it.
         tolerance: the largest relative difference that counts as agreement. None: 1e-9 for float64, 1e-4 for float32,
             5e-2 for half types, by the coarsest dtype that the unsharded forward computes in.
-        zero_stage: the state that is sharded over data-parallel ranks, 0 to 3.
+        zero_stage: the ZeRO stage over the data-parallel ranks, 0 to 3; see `weft.strategy.data_parallel`.
         sequence_parallel: as in `Plan`.
         first_layers: keep this many blocks of each list of repeated blocks. If `module` is a callable, the other blocks
             are never materialized.
-        mode: "train", or "eval" without dropout. If the two sides differ in train mode and the forward draws random
-            numbers, the result also has a comparison in eval mode.
-        seed: of the random numbers of `module` and of the steps.
+        mode: "train", or "eval" (without dropout). If the two sides differ in train mode and the unsharded forward
+            draws from torch's CPU generator, the result also has a comparison in eval mode.
+        seed: of the random numbers of a callable `module` and of the steps.
         timeout: seconds for the entire comparison, if it starts ranks.
 
     Returns:
@@ -136,8 +136,9 @@ def compare(
 
     Raises:
         ValueError: arguments do not fit together, or the plan does not fit the model.
-        TimeoutError, RuntimeError: started ranks did not end in time, or failed. In a process group, an error of the
-            unsharded model is raised unchanged.
+        TimeoutError: the ranks that `compare` started did not end in time.
+        RuntimeError: a rank that `compare` started was killed, or raised an error, as of the unsharded model. In an
+            initialised process group, an error of the unsharded model is raised unchanged.
     """
     request = Request(
         module,

@@ -21,11 +21,11 @@ _GRACE_SECONDS = 5.0
 
 
 class _Answer(NamedTuple):
-    """How a rank ended, by its own report.
+    """The report of a rank on its end.
 
-    kind: "done", or the kind that `encode_error` returns.
+    kind: "done", or for an error the kind that `encode_error` returns: "invalid" or "failed".
     content: the function's result, or the text of the error.
-    time: by the monotonic clock.
+    time: when the rank ended, by the monotonic clock.
     """
 
     kind: str
@@ -36,12 +36,12 @@ class _Answer(NamedTuple):
 def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeout: float) -> Any:
     """Call `function(argument)` in each of `num_ranks` new processes and return the result of rank 0.
 
-    The ranks' output goes to stderr. All processes have ended when this returns or raises.
+    The ranks' output goes to stderr. All ranks have ended when `launch` returns or raises.
 
     Raises:
         ValueError: weft's code raised a ValueError on a rank, or the function or argument cannot be pickled.
-        TimeoutError: the ranks took longer than `timeout` seconds, and were ended.
-        RuntimeError: a rank was killed or raised another error, whose traceback is in the text.
+        TimeoutError: the ranks took longer than `timeout` seconds, and were killed.
+        RuntimeError: a rank was killed, or raised any other error, whose traceback is in the text.
     """
     try:
         payload = pickle.dumps((function, argument))
@@ -107,7 +107,8 @@ def _run_rank(rank: int, folder: str, num_ranks: int, payload: bytes, timeout: f
 def encode_error(rank: int, error: Exception) -> tuple[Literal["invalid", "failed"], str]:
     """Return the kind and text of a rank's error.
 
-    "invalid" and the message for a ValueError of weft's code; "failed" and the traceback for any other error.
+    They are "invalid" and the message for a ValueError that weft's code raised; "failed" and the traceback for any
+    other error.
     """
     frames = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, ValueError) and frames[-1].startswith("weft."):

@@ -17,17 +17,22 @@ from weft.strategy.sharding.state import original_class, state_of
 
 
 class Outputs:
-    """The first floating tensor in the output of each module of a forward, in the order in which their forwards end.
+    """Records the outputs of all modules in an unsharded forward, and finds the first that differs in a sharded one.
 
-    A rank that has the shard of an output along one dim, such as that of a column layer, compares it with the same
-    shard of the unsharded output. Outputs of other shapes and deferred outputs are left out.
+    An output is the first floating tensor that a module returns. Outputs are ordered by the ends of the modules'
+    forwards. If this rank's output is a shard along one dim, as of a column layer, it is compared with the same shard
+    of the unsharded output. Outputs of other shapes and of other tensor classes, such as deferred ones, are left out.
+
+    Attributes:
+        tolerance: the largest relative difference that counts as agreement; the caller sets it before `compare`.
+        first: the first output that differs; None: there is none.
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        """`rank` and `size` are those of the tensor-parallel group; `tolerance` is set before the sharded forward."""
+        """`rank` and `size` are those of the tensor-parallel group."""
         self._rank, self._size = rank, size
         self.tolerance = 0.0
-        # (module name, number of its call) -> (position in the order of execution, output)
+        # (module name, number of the module's call, from 1) -> (position in the order of forwards' ends, output)
         self._recorded: dict[tuple[str, int], tuple[int, Tensor]] = {}
         self.first: OutputDifference | None = None
 
@@ -83,7 +88,7 @@ def _output_hooks(model: nn.Module, on_output: Callable[[tuple[str, int], nn.Mod
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             calls[name] += 1
             tensor = first_tensor(output)
-            # Reading deferred logits would compute them.
+            # Other tensor classes are skipped: reading deferred logits would compute them.
             if tensor is not None and type(tensor) in (Tensor, nn.Parameter):
                 on_output((name, calls[name]), module, tensor)
 
@@ -95,9 +100,9 @@ def _output_hooks(model: nn.Module, on_output: Callable[[tuple[str, int], nn.Mod
 
 @contextlib.contextmanager
 def running_modules(model: nn.Module) -> Iterator[list[str]]:
-    """Yield a list that always has the names of the modules whose forwards run, outermost first.
+    """Yield a list that is kept up to date: the names of the modules whose forwards are running, outermost first.
 
-    A module whose forward raises stays in the list.
+    A module whose forward raises stays in the list. ScriptModules and the layers of fused MLPs are never in it.
     """
     running: list[str] = []
 
@@ -113,7 +118,7 @@ def running_modules(model: nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def _hooks(model: nn.Module, register: Callable[[str, nn.Module], Any]) -> Iterator[None]:
-    """Register hooks on all modules except the layers of a fused MLP, which is not fused if they have hooks."""
+    """Register hooks on all modules except ScriptModules and layers of fused MLPs: hooks would disable the fusion."""
     handles = []
     for name, module in model.named_modules():
         state = state_of(module)
@@ -127,9 +132,9 @@ def _hooks(model: nn.Module, register: Callable[[str, nn.Module], Any]) -> Itera
 
 
 def relative_difference(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
-    """Return the norm of the difference, relative to the larger of `floor` and the norm of `reference`.
+    """Return the norm of the difference, divided by the larger of `floor` and the norm of `reference`.
 
-    If both are 0, return the norm of the difference; inf if a value is not finite.
+    If both are 0, the norm of the difference is not divided. The result is inf if an element is not finite.
     """
     value, reference = value.to(torch.float64), reference.to(torch.float64)
     difference = (value - reference).norm().item()

@@ -31,7 +31,7 @@ class ParameterDifference:
     """The largest differences of one parameter and of its gradient over all steps and ranks.
 
     style, rule, note: as in `weft.strategy.report`.
-    axes: (mesh axis, dim) for each axis of more than one rank that it is sharded over.
+    axes: (mesh axis, dim) for each mesh axis of more than one rank over which the parameter is sharded.
     gradient, weight: the norm of the difference, relative to the unsharded norm or to a thousandth of the norm of all
         gradients (weights), whichever is larger; inf if a value is not finite, None if no step was completed.
     """
@@ -51,11 +51,12 @@ class ParameterDifference:
 
 @dataclasses.dataclass(frozen=True)
 class OutputDifference:
-    """The module whose output is the first to differ in the forward of the first step, in the order of execution.
+    """The module whose output is the first to differ in the forward of the first step, in the order of forwards' ends.
 
     module, kind: the module's name and class.
-    position: its place in that order, from 0.
-    difference: of the output, or of a rank's shard of it, relative to the norm of the unsharded one.
+    position: the output's place in that order, from 0.
+    difference: the norm of the difference, relative to the norm of the unsharded output; if a rank has only a shard of
+        the output, both norms are of this shard.
     """
 
     module: str
@@ -70,14 +71,17 @@ class Comparison:
 
     Attributes:
         setting: one line on the model and the training.
-        tolerance: the largest relative difference that counts as agreement; `tolerance_note` gives the reason for it.
+        tolerance: the largest relative difference that counts as agreement.
+        tolerance_note: the reason, if the tolerance is larger than the dtype's; else "".
         losses: by step.
-        parameters: worst first.
+        parameters: by largest difference; after a failure, those below the failing module first.
         first_output: the first module whose output differs; None: no compared output of the first forward differs.
         failure: the error of the sharded model and the module that raised it; "": none.
-        draws_random_numbers: whether the unsharded forward draws random numbers, as dropout does.
-        notes: further findings, and the plan's notes on unsharded modules; printed if the two sides differ.
-        in_eval_mode: a comparison without dropout, if the two sides differ in train mode and random numbers were drawn.
+        draws_random_numbers: whether the unsharded forward draws from torch's CPU generator, as CPU dropout does.
+        notes: notes of `weft.strategy.report`, and a note on replicated gradients that differ between ranks; printed if
+            the two sides differ.
+        in_eval_mode: the comparison in eval mode, if the two sides differ in train mode, `draws_random_numbers` is True
+            and there is no failure; else None.
     """
 
     setting: str
@@ -98,7 +102,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Return whether all differences are within the tolerance."""
+        """Return whether the sharded model raised no error and all differences are within the tolerance."""
         return not self.failure and self.largest <= self.tolerance
 
     @property

@@ -24,10 +24,11 @@ _REPLICAS, _DATA, _TENSOR = "data_replicate", "data_parallel", "tensor_parallel"
 class JobMesh:
     """The mesh of a layout over all ranks of the process group, and the groups of its axes.
 
-    data_group: this rank's group along both data axes, replicas and data-parallel.
-    sharding_mesh: the mesh that FSDP2 takes: data-parallel, or (replicas, data-parallel).
-    data_parallel_size: the number of ranks over which a replica shards its state.
-    control_group: for messages about errors.
+    data_group: this rank's group along both data axes, data_replicate and data_parallel together.
+    mesh: all axes of the layout.
+    sharding_mesh: the mesh for FSDP2: data_parallel, or with replicas (data_replicate, data_parallel).
+    data_parallel_size: the number of ranks over which each replica is sharded.
+    control_group: all ranks, for exchanging results and errors.
     """
 
     def __init__(self, sizes: MeshSizes, device_type: str) -> None:
@@ -41,7 +42,7 @@ class JobMesh:
             self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=(_REPLICAS, _DATA, _TENSOR))
             self.sharding_mesh = self.mesh[_REPLICAS, _DATA]
         self.data_parallel_size = sizes.data_parallel
-        # Separate from the model's groups, so that ranks can still use it after an error in those.
+        # Not a group of the model, so that ranks can still use it after an error in the model's groups.
         control_group = dist.new_group()
         assert isinstance(control_group, dist.ProcessGroup)
         self.control_group = control_group
@@ -56,7 +57,7 @@ class JobMesh:
         return self.mesh.get_group(_DATA)
 
     def abort(self) -> None:
-        """Abort the collectives of the mesh, if the backend can: the ranks in them raise."""
+        """Abort the mesh's groups, if their backends can: ranks that wait in a collective of the model then raise."""
         for group in {self.data_group, *self.mesh.get_all_groups()}:
             with contextlib.suppress(RuntimeError):  # raised by backends without abort
                 group.abort()
@@ -90,7 +91,7 @@ class ShardedTraining:
             ShardedStates(self._optimizer, job.sharding_group)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients and average them over the data-parallel ranks; collective."""
+        """Compute gradients and average them over the ranks of `data_group`; collective."""
         loss.backward()
         if self._reducer is not None:
             self._reducer.finish()
@@ -110,7 +111,7 @@ def unsharded_value(tensor: Any) -> Tensor:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the unsharded gradients by the parameters' names, zeros for parameters without one; collective."""
+    """Return the unsharded gradients of parameters that require gradients, by name; zeros for None; collective."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {
         name: unsharded_value(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)

@@ -20,7 +20,7 @@ from weft.strategy.modules.activation_checkpointing import repeated_blocks
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 _SEQUENCES, _TOKENS = 4, 16  # of the random batch for a language model
-_LOGGING = ("log", "log_dict", "print")  # methods of a LightningModule that need a Trainer
+_LOGGING = ("log", "log_dict", "print")  # methods of a LightningModule that are disabled, because they need a Trainer
 
 
 def build_model(source: Any, dtype: torch.dtype, first_layers: int | None, seed: int) -> nn.Module:
@@ -80,7 +80,7 @@ def _build(source: Any) -> nn.Module:
 
 
 def is_lightning_module(model: nn.Module) -> bool:
-    """Return whether a model is a LightningModule, by its training step: this layer cannot import Lightning."""
+    """Return whether a model has a `training_step`, as LightningModules do: this layer cannot import Lightning."""
     return callable(getattr(model, "training_step", None))
 
 
@@ -106,11 +106,11 @@ def keep_first_layers(model: nn.Module, count: int) -> None:
 
 
 def batch_of(model: nn.Module, given: Any, num_data_ranks: int) -> tuple[Any, bool]:
-    """Return the batch, before it is cast, and whether it is for the forward rather than for a training step.
+    """Return (the batch, before its cast to the dtype; whether it is made for the forward, not for a training step).
 
     Args:
-        given: a batch, a callable that makes one, or "package.module:name" of either; None: the LightningModule's
-            `example_input_array`, or random tokens for a language model of Hugging Face.
+        given: a batch, a callable that makes it, or the "package.module:name" of either; None: the model's
+            `example_input_array`, or random tokens for a language model of Hugging Face. These two are for the forward.
         num_data_ranks: the number of data-parallel ranks.
     """
     given = resolve(given)
@@ -136,14 +136,14 @@ def batch_of(model: nn.Module, given: Any, num_data_ranks: int) -> tuple[Any, bo
 
 
 def loss_of(model: nn.Module, given: Any, is_for_forward: bool) -> tuple[LossFunction, str]:
-    """Return the loss function for a model, which returns `[]`, and a description of it.
+    """Return (the loss function for a model, a description of the loss).
 
     Args:
-        given: the loss function, or its "package.module:name"; None: the one that `compare` documents.
+        given: the loss function, or its "package.module:name"; None: the default that `compare` documents.
         is_for_forward: the second result of `batch_of`.
 
     Raises:
-        ValueError: the loss would be that of a LightningModule with manual optimization.
+        ValueError: the loss would be that of `training_step`, and the LightningModule optimizes manually.
     """
     if given is not None:
         loss_fn = resolve(given)
@@ -159,13 +159,13 @@ def loss_of(model: nn.Module, given: Any, is_for_forward: bool) -> tuple[LossFun
 
 
 def entry_points_of(loss_fn: LossFunction) -> list[str] | None:
-    """Return the methods that a loss calls in place of the model's forward; None: it calls the model."""
+    """Return the methods of the model that a loss function calls in place of the model itself; None: the model."""
     return ["training_step"] if loss_fn is _loss_of_training_step else None
 
 
 def _loss_of_training_step(model: Any, batch: Any) -> Tensor:
     takes_index = True
-    try:  # the class's own method: FSDP2 has set a wrapper on the instance
+    try:  # the method of the class: FSDP2 may have set a wrapper on the instance
         inspect.signature(type(model).training_step).bind(model, batch, 0)
     except TypeError:
         takes_index = False
@@ -197,8 +197,8 @@ def _loss_of_forward(model: nn.Module, batch: Any) -> Tensor:
 def projection(output: Any) -> Tensor:
     """Return one number, `[]`, from the first floating tensor of an output.
 
-    The number is the mean over samples of each sample's inner product with fixed random numbers, divided by the square
-    root of the number of elements of a sample. A tensor of one element is the number itself.
+    The number is the mean over the samples (the first dim) of each sample's inner product with fixed random numbers,
+    divided by the square root of the number of elements of a sample. A tensor of one element is returned as `[]`.
     """
     tensor = first_tensor(output)
     if tensor is None:

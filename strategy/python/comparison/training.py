@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 _GRACE_SECONDS = 5.0  # for the other ranks to raise as well, before their collectives are aborted
-# Differences are relative to at least this fraction of the norm of all gradients (or weights): a smaller gradient may
-# be only rounding, such as that of a key's bias.
+# Differences are relative to at least this fraction of the norm of all gradients (or weights): a gradient with a
+# smaller norm may be only rounding, such as that of the key bias of an attention.
 _FLOOR = 1e-3
 
 
@@ -45,8 +45,8 @@ def train_both(request: Request) -> Comparison:
     """Train sharded and unsharded, and compare; collective over the default process group.
 
     Raises:
-        ValueError: arguments do not fit together, or the plan does not fit the model. An error of the unsharded model
-            is raised unchanged.
+        ValueError: arguments do not fit together, or the plan does not fit the model.
+        Exception: any error of the unsharded model, unchanged.
     """
     sizes = Sizes.parse(request.layout).resolve(dist.get_world_size(), dist.get_world_size())
     source = subject.resolve(request.module)
@@ -75,9 +75,9 @@ def _preserving_globals(device: torch.device) -> Iterator[None]:
 class _Failure(NamedTuple):
     """The error of the sharded model on a rank.
 
-    is_consequence: whether it is a failed collective, which the error of another rank may have caused.
-    module: the name of the module whose forward raised it; "": the model, or the backward.
-    text: "": no error.
+    is_consequence: whether the error is a CollectiveError, which the error of another rank may have caused.
+    module: the name of the module whose forward raised the error; "": the model, or the backward.
+    text: the message; "": no error.
     """
 
     is_consequence: bool = False
@@ -86,7 +86,7 @@ class _Failure(NamedTuple):
 
 
 class _ComparisonRun:
-    """Runs one comparison; every rank also has the unsharded model and trains it on all ranks' batches."""
+    """Runs one comparison. Every rank also trains the unsharded model, the reference, on all ranks' batches."""
 
     def __init__(self, request: Request, job: JobMesh, device: torch.device, mode: str) -> None:
         self._request, self._job, self._device = request, job, device
@@ -114,14 +114,14 @@ class _ComparisonRun:
         model = subject.build_model(request.module, request.dtype, request.first_layers, request.seed)
         model.to(self._device).train(self._mode == "train")
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):  # their values may not follow from the seed
+            for tensor in (*model.parameters(), *model.buffers()):  # the seed may not determine their values
                 value = tensor.contiguous()
                 dist.broadcast(value, 0)
                 tensor.copy_(value)
         return model
 
     def _make_rank_batches(self) -> tuple[list[Any], bool]:
-        """Return the batches of all data-parallel ranks, the same on every rank, and `is_for_forward` of `batch_of`."""
+        """Return (the batches of all data-parallel ranks, equal on every rank; the second result of `batch_of`)."""
         local_batch, is_for_forward = subject.batch_of(self._reference, self._request.batch, self._num_data_ranks)
         objects = [local_batch]
         dist.broadcast_object_list(objects, 0)
@@ -162,7 +162,7 @@ class _ComparisonRun:
         random.seed(seed)
 
     def _unsharded_losses(self, step: int) -> list[Tensor]:
-        """Return the losses of all data-parallel ranks; the reference has the gradients of their mean afterwards."""
+        """Return the unsharded model's loss on each data-parallel rank's batch; leaves the gradients of their mean."""
         self._optimizer.zero_grad()
         losses = []
         for data_rank, batch in enumerate(self._rank_batches):
@@ -180,7 +180,7 @@ class _ComparisonRun:
         return losses
 
     def _sharded_loss(self, step: int) -> tuple[Tensor, str, str]:
-        """Return the loss of this rank, and the `module` and `text` of the failure of any rank; collective."""
+        """Return this rank's loss, and `module` and `text` of one failure among all ranks ("": none); collective."""
         self._sharded.zero_grad()
         self._seed(step, self._data_rank)
         loss, failure, is_forward = torch.zeros(()), _Failure(), True
@@ -216,7 +216,8 @@ class _ComparisonRun:
     def _wait_for_ranks(self, has_failed: bool) -> None:
         """Wait for all ranks.
 
-        If this rank has failed and others do not arrive, they hang in a collective of the model, which is aborted.
+        If this rank has failed and other ranks do not arrive, they may wait for it in a collective of the model: this
+        rank aborts the model's groups.
         """
         arrived = dist.barrier(group=self._job.control_group, async_op=True)
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -234,7 +235,7 @@ class _ComparisonRun:
         return values
 
     def _replicated_note(self) -> str:
-        """Return a sentence on replicated parameters whose gradients differ between ranks; "": there are none."""
+        """Return a sentence on replicated parameters whose gradients differ between ranks; "": no gradients differ."""
         try:
             check_replicated_gradients(self._sharded.model, data_group=self._job.data_group)
         except ValueError as error:
@@ -244,7 +245,7 @@ class _ComparisonRun:
     def _step_and_compare(self) -> Tensor:
         """Step both sides; return the differences of gradients and of stepped weights; collective.
 
-        `[2, num_parameters]`, the largest over the ranks.
+        The result is `[2, num_parameters]`, with the largest differences over the ranks.
         """
         reference = dict(self._reference.named_parameters())
         named = [(name, reference[name], reference[name].grad) for name in self._names]
@@ -267,7 +268,7 @@ class _ComparisonRun:
         return StepLoss(step + 1, sum(losses) / len(losses), unsharded, max(differences))
 
     def _tolerance(self) -> tuple[float, str]:
-        """Return the tolerance, and the reason if it is larger than the dtype's."""
+        """Return the tolerance, and a text with the reason if the tolerance is larger than the dtype's, else ""."""
         request = self._request
         if request.tolerance is not None:
             return request.tolerance, ""
@@ -318,7 +319,7 @@ class _ComparisonRun:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return the line that raised an error, outside of torch and weft; "": there is none."""
+    """Return " at file:line" for the innermost frame of an error outside of torch and weft; "": there is none."""
     packages = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (torch, weft, weft.strategy))
     frames = traceback.extract_tb(error.__traceback__)
     line = next((frame for frame in reversed(frames) if not frame.filename.startswith(packages)), None)
@@ -326,7 +327,7 @@ def _raised_at(error: BaseException) -> str:
 
 
 class _ComputedDtypes(TorchDispatchMode):
-    """Collects the floating dtypes of the tensors that operators inside compute."""
+    """Inside, collects the floating dtypes of operators' results that have more than one element."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

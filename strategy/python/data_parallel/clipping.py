@@ -1,4 +1,4 @@
-"""Clips gradients by a common norm, for gradients that are sharded in different ways."""
+"""Clips gradients by their total norm, for gradients that are sharded in different ways."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ def clip_gradients_by_norm(
     stages: dist.ProcessGroup | None = None,
     counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
-    """Scale all gradients so that their common norm is at most `max_norm`; collective over the axes that shard them.
+    """Scale all gradients so that their total norm is at most `max_norm`; collective over the axes that shard them.
 
     Like torch's `clip_grad_norm_`, for any mix of plain tensors and of DTensors on any meshes: the norm counts each
-    element of the unsharded model once. It takes one all-reduce of a few numbers for each axis over which a gradient is
-    sharded, and one over `stages`.
+    element of the unsharded model once. Takes one all-reduce of a few numbers for each mesh axis over which a gradient
+    is sharded, and one of one number over `stages`.
 
     Args:
-        parameters: those whose gradients count, in the same order on every rank.
+        parameters: the parameters whose gradients are scaled, in the same order on every rank of a mesh.
         max_norm: infinity clips nothing.
         norm_type: p of the p-norm; infinity for the largest absolute value.
         error_if_nonfinite: raise RuntimeError instead of scaling by a norm that is infinite or nan.
-        stages: the group of a pipeline's ranks, which hold different parameters; the norm is that of all of them. None:
-            no pipeline.
-        counted_elsewhere: copies of parameters whose gradients another stage counts; here they are only scaled.
+        stages: the group of a pipeline's ranks, which hold different parameters; the norm is that of the parameters of
+            all stages. None: no pipeline.
+        counted_elsewhere: those of `parameters` whose gradients another stage counts, as copies of tied parameters;
+            here their gradients are only scaled.
 
     Returns:
-        The norm before clipping, `[]`, float32 (float64 for float64 gradients, and with stages), on the gradients'
-        device (the CPU if there are no gradients); the same on each rank.
+        The norm before clipping, `[]`, float32 (float64 if a gradient is float64, and with stages), on the gradients'
+        device (the CPU if there are no gradients); equal on all ranks of the meshes and of `stages`.
 
     Raises:
         ValueError: a gradient is a partial DTensor.
@@ -88,7 +89,7 @@ def clip_gradients_by_norm(
 
 
 def _shard_axes(grad: Tensor) -> tuple[_ShardAxis, ...]:
-    """Return the axes, of more than one rank, over which a gradient is sharded."""
+    """Return the axes, of more than one rank, over which a gradient is sharded; raises ValueError for a partial one."""
     if not isinstance(grad, DTensor):
         return ()
     mesh = grad.device_mesh

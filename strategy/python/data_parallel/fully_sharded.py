@@ -38,11 +38,11 @@ def apply_fsdp(
     - with `entry_points`, the outermost modules with a forward and parameters, which a caller may call without calling
       the model's own forward. A single such module is a unit only if `mp_policy` has a `param_dtype` or the model
       itself is no unit.
-    - if `mp_policy` has a `param_dtype`, each module whose rule in the plan names another dtype; its parameters
-      are gathered in that dtype.
+    - if `mp_policy` has a `param_dtype`, each module whose rule in the plan names another dtype than that of the
+      modules around it; its parameters are gathered in the dtype of the rule.
 
-    Modules that share a weight are no units: their parameters belong to the unit around them. A second call with equal
-    `mesh`, `reshard_after_forward` and `mp_policy` changes nothing.
+    A module that shares a weight with modules outside of it is no unit: its parameters belong to the unit around it. A
+    second call with equal `mesh`, `reshard_after_forward` and `mp_policy` changes nothing.
 
     Args:
         model: plain modules, or modules that `parallelize` and `checkpoint_activations` have changed.
@@ -50,8 +50,10 @@ def apply_fsdp(
         reshard_after_forward: free units after their forward (ZeRO stage 3), or after their backward (stage 2). The
             model itself, a single unit of `entry_points`, the last block with the units inside it, and the innermost
             units around vocab_head layers are always freed after their backward.
-        mp_policy: dtypes of gathered parameters and reduced gradients; None: those of the parameters.
-        entry_points: methods of `model` that are called besides its forward; None: none.
+        mp_policy: dtypes of gathered parameters and reduced gradients; None: those of the parameters. A precision in
+            the rule of the model itself replaces a given `param_dtype`.
+        entry_points: the names of the methods of `model` that are called besides its forward. None: only the forward of
+            `model` is called, not that of a module inside; empty: modules inside may be called, but no other method.
         root_is_unit: whether the model itself is a unit. Pass False if the model's methods run backwards (manual
             optimization); then each parameter must belong to another unit.
 
@@ -165,7 +167,7 @@ def _check_no_root_parameters(model: nn.Module, names: list[str]) -> None:
 def _dtype_overrides(model: nn.Module, param_dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """Return the modules with parameters that compute in another dtype than the modules around them, with that dtype.
 
-    `param_dtype`: that of the model; None: parameters are gathered in their own dtypes, so there are no such modules.
+    `param_dtype`: the dtype of the model; None: each parameter is gathered in the dtype it has; the result is empty.
     """
     result: dict[str, torch.dtype] = {}
     for name, module in model.named_modules() if param_dtype is not None else ():

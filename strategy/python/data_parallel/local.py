@@ -13,7 +13,7 @@ from weft.strategy._plan import shard_range
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor itself; outside of autograd, without a copy."""
+    """Return this rank's shard of a DTensor, or all of a plain tensor: detached from autograd, without a copy."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -32,6 +32,9 @@ def shard_like(full: Tensor, like: DTensor) -> DTensor:
 
 
 def _sharding_order(placements: tuple[Placement, ...]) -> list[int]:
-    """Return the mesh's axes in the order of sharding: outer to inner, then FSDP2's, which shards existing shards."""
+    """Return the mesh's axes in the order in which they shard a tensor.
+
+    The order is outer to inner; but an axis over which FSDP2 shards existing shards (`_StridedShard`) comes last.
+    """
     is_strided = [type(placement).__name__ == "_StridedShard" for placement in placements]
     return sorted(range(len(placements)), key=lambda axis: (is_strided[axis], axis))

@@ -37,9 +37,9 @@ class GradientReducer:
 
     Works on DTensors as on plain tensors; sharding and replication along other axes of a mesh do not change. Gradients
     are copied into buckets of at most 25 MiB, in reverse order of the parameters. A contiguous gradient that is alone
-    in its bucket, as larger ones are, is reduced in place. After it starts a reduction, a backward waits until at most
-    two are in flight; `finish` starts all remaining ones at once. If only some ranks have a gradient of a parameter,
-    the average is over all ranks, counting zeros; if no rank has one, the parameter keeps none.
+    in its bucket, as all above 25 MiB are, is reduced in place. After it starts a reduction, a backward waits until at
+    most two are in flight; `finish` starts all remaining reductions at once. If only some ranks have a gradient of a
+    parameter, the average is over all ranks, counting zeros; if no rank has one, the parameter keeps none.
 
     Call `finish` on all ranks after each backward whose gradients are to be averaged.
     """
@@ -68,7 +68,7 @@ class GradientReducer:
         self._register(p for p in self._names if p.requires_grad)
 
     def _register(self, parameters: Iterable[Tensor]) -> None:
-        """Add buckets and hooks for parameters that require gradients and have none yet."""
+        """Add buckets and hooks for parameters that require gradients and are in no bucket yet."""
         for bucket in _divide_into_buckets(list(parameters), self._bucket_bytes):
             self._buckets.append(bucket)
             for parameter in bucket.parameters:

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: each data-parallel rank steps a flat shard of each parameter, and holds the shard's states."""
+"""ZeRO stage 1: each data-parallel rank steps a flat shard of each parameter, and stores the states of that shard."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class ShardedStates:
             made = torch.nn.Parameter(self.local_flat_shard(parameter, local), requires_grad=parameter.requires_grad)
             if cached is None:
                 self._flat_shards[parameter] = cached = made
-            cached.data = made.data  # the keys of the optimizer's states are these objects
+            cached.data = made.data  # the same object, because the optimizer's states have it as a key
         return cached
 
     def _list_flat_shards(self, optimizer: Optimizer) -> None:
@@ -133,7 +133,11 @@ class ShardedStates:
         self._group_parameters = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Put flat shards into the groups; if the step has a closure, which computes gradients, only after its call."""
+        """Put flat shards into the groups before the step, but after its closure, if any, which computes gradients.
+
+        Returns:
+            The arguments of the step with another closure, which calls the user's; None: no closure, no change.
+        """
         _, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
         if closure is None:

@@ -22,7 +22,7 @@ def is_deferred(value: object) -> TypeGuard[DeferredTensor]:
 
 
 def full_value_of(tensor: DeferredTensor) -> Tensor:
-    """Return the full tensor, in storage of its own; the deferred tensor does not change."""
+    """Return the full tensor, in a new storage; the deferred tensor does not change."""
     storage = storage_of(tensor.meta)
     if storage in tensor.tape.materialized:
         materialized = tensor.tape.materialized[storage]
@@ -34,7 +34,7 @@ def full_value_of(tensor: DeferredTensor) -> Tensor:
 
 
 def shard_of(tensor: DeferredTensor, dim: int, start: int, length: int) -> tuple[Tensor, bool]:
-    """Return `narrow(dim, start, length)` of the values, contiguous; and whether no full tensor was made for it."""
+    """Return (`narrow(dim, start, length)` of the values, contiguous; whether no full tensor was made for it)."""
     if storage_of(tensor.meta) not in tensor.tape.materialized and tensor.device.type == "cpu":
         with torch.no_grad():
             made = stream.shard(tensor.tape, tensor.meta, dim, start, length)
@@ -46,7 +46,7 @@ def shard_of(tensor: DeferredTensor, dim: int, start: int, length: int) -> tuple
 def materialize(module: nn.Module) -> list[str]:
     """Materialize the deferred tensors of a module in full: parameters, buffers, and tensors in attributes.
 
-    Lists, tuples and dicts in attributes are searched, too.
+    Attributes of exactly the types list, tuple and dict are searched, too, at any depth.
 
     Returns:
         The names of the materialized tensors.
@@ -92,7 +92,7 @@ def materialize(module: nn.Module) -> list[str]:
 
 
 def plain_of(tensor: DeferredTensor, value: Tensor) -> Tensor:
-    """Return `value` as the replacement of a deferred tensor: with its attributes, and a Parameter for a Parameter."""
+    """Return `value` with the attributes of the deferred tensor that it replaces; a Parameter, if that is one."""
     if isinstance(tensor, nn.Parameter):
         value = nn.Parameter(value, requires_grad=tensor.requires_grad)
     value.__dict__.update(attributes_of(tensor))
@@ -109,10 +109,12 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def check_written(module: nn.Module) -> None:
-    """Check that all parameters have values: were created with some (`torch.zeros`), or written to afterwards.
+    """Check that each parameter was created with values (`torch.zeros`), or written to afterwards.
+
+    Parameters that are not deferred pass unless `is_unwritten` detects them.
 
     Raises:
-        ValueError: names the parameters that have none.
+        ValueError: nothing was written to some parameters; the text names them.
     """
     unwritten = [
         name

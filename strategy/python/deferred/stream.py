@@ -32,7 +32,7 @@ _RANDOM = {
     aten.random_.to,
     aten.random_.__getattr__("from"),
 }
-# In place, element by element, with numbers as arguments.
+# Calls that change each element in place; their other arguments are numbers or, as `_write_of` checks, 0-dim tensors.
 _ELEMENTWISE = {
     aten.fill_.Scalar,
     aten.fill_.Tensor,
@@ -175,7 +175,7 @@ def shard(tape: Tape, meta: Tensor, dim: int, start: int, length: int) -> Tensor
 def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, list[_Write]] | None:
     """Return a storage's initial value (None: uninitialised) and the calls that determine its values, in order.
 
-    None in place of both: some of these calls cannot be applied to a shard. Calls before the last one that overwrites
+    None in place of both: one of these calls is no `_Write`. Calls before the last one that overwrites
     the full storage are left out.
     """
     initial: float | None = None
@@ -232,8 +232,8 @@ def _overwrites(function: Any) -> bool:
 def _applies_to_shard(write: _Write, outer: int, row: int) -> bool:
     """Return whether a call can be applied to a shard of a tensor of `outer` rows of `row` elements.
 
-    With several rows, the call's range must consist of full rows; a random call is drawn in chunks of full rows, which
-    must not have to be larger than `_MAX_CHUNK`. A shard of a single row is a contiguous range.
+    With several rows, the call's range must consist of full rows; a random call is drawn in chunks of full rows, and
+    the smallest possible chunk must not exceed `_MAX_CHUNK`. A shard of a single row is a contiguous range.
     """
     if outer > 1 and (write.first % row or write.end % row):
         return False

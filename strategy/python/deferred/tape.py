@@ -33,7 +33,7 @@ class Entry:
 
     Attributes:
         writes: storages that the call creates or changes.
-        versions: the arguments with values, each with its version; they must not change until the call is replayed.
+        versions: the tensor arguments with values, each with its version; they must not change until the replay.
         random: the generator that the call draws from, with its state before the call; None: the call is not random.
     """
 
@@ -115,7 +115,7 @@ class Tape:
 
 
 def _tensors(result: Any, like: Any) -> list[Tensor]:
-    """Return the values of a result at the places of the meta tensors of an earlier result."""
+    """Return the tensors in `result` at the positions of meta tensors in `like`, which has the same structure."""
     pairs = zip(tree_leaves(result), tree_leaves(like), strict=True)
     return [value for value, meta in pairs if isinstance(meta, Tensor) and meta.is_meta]
 

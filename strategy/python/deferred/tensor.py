@@ -23,14 +23,14 @@ _DATA: Any = Tensor.data  # a descriptor
 
 
 class _NeedsValuesError(Exception):
-    """A result's shape depends on values, or the call is invalid; then the call on real tensors raises the error."""
+    """The shape of a call's result depends on values, or the call is invalid: on real tensors, it raises its error."""
 
 
 class DeferredTensor(Tensor):
     """Looks like a tensor on its device; calls on it are recorded on a tape instead of executed.
 
-    Code that needs a value (`item()`, `if tensor.any()`, a shape that depends on values) materializes the full tensor;
-    from then on, calls on that tensor are executed at once.
+    Code that needs values (`item()`, `if tensor.any()`, a shape that depends on values, a collective, a write to a
+    plain tensor) materializes the full tensor; from then on, calls on tensors in its storage are executed at once.
     """
 
     meta: Tensor

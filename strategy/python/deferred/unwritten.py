@@ -24,7 +24,7 @@ def mark_unwritten(made: Tensor) -> Tensor:
 def is_unwritten(tensor: Tensor) -> bool:
     """Return whether a tensor still has the values of `mark_unwritten`; for floating types only.
 
-    A new tensor made from such a tensor, for example by a conversion to another dtype, is not recognised.
+    A conversion of such a tensor to another dtype is not recognised; a copy in the same dtype is.
     """
     if not _is_plain(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
         return False

@@ -12,7 +12,7 @@ from weft.strategy.planning.layout import AUTO, Sizes
 from weft.strategy.planning.plan_text import from_mapping, load
 
 PIPELINE_AXIS = "pipeline_parallel"
-HUGGING_FACE = "huggingface"  # the plan in the configuration of a model of transformers
+HUGGING_FACE = "huggingface"  # the value of 'plan' for the plan in the configuration of a transformers model
 _AXES = ("data_replicate", "data_parallel", "tensor_parallel")
 _KEYS = (
     "model",
@@ -33,7 +33,8 @@ _KEYS = (
 _PIPELINE_KEYS = ("pipeline_cuts", "pipeline_schedule", "num_micro_batches")
 _MAX_MICRO_BATCHES = 4096
 _NOT_OPTIONS = ("model", "mesh", "layout", "plan", "batch", *_PIPELINE_KEYS)
-# Values of model_type in Hugging Face configurations that the memory model's decoder describes exactly.
+# Values of model_type in Hugging Face configurations that the memory model's decoder describes exactly, except those
+# with other biases (see `decoder_of`).
 DECODERS = ("llama", "mistral", "qwen2")
 
 
@@ -258,7 +259,9 @@ def _model(
 
 
 def decoder_of(config: Mapping[str, Any]) -> _plan.DecoderModel | None:
-    """Return the memory model's decoder for a configuration of Hugging Face; None for another architecture.
+    """Return the memory model's decoder for a configuration of Hugging Face.
+
+    None: another architecture, or the configuration sets `mlp_bias` or, for llama, `attention_bias`.
 
     Raises:
         ValueError: a size is missing or is not a whole number from 1.

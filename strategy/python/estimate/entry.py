@@ -118,7 +118,7 @@ def estimate(spec: _plan.TrainingSpec, mesh: _plan.Mesh) -> Estimate:
 
 
 def estimate_file(path: str | Path, *, layout: str | None = None) -> Estimate:
-    """Return the estimate for a configuration in YAML, as docs/estimate_memory.md describes it.
+    """Return the estimate for a YAML or JSON configuration, as docs/estimate_memory.md describes it.
 
     Args:
         layout: such as "pp2,dp2,tp2"; replaces the configuration's mesh or layout.

@@ -31,7 +31,7 @@ def why_no_activations(training: Training) -> str:
         model_type = training.hugging_face["model_type"]
         is_known_type = model_type in DECODERS
         return f"model_type {model_type!r}{' with mlp_bias or attention_bias' if is_known_type else ''}"
-    if training.pipeline is None:  # `estimate_training` comes here only with the plan "huggingface" then
+    if training.pipeline is None:  # without a pipeline, only the plan "huggingface" leads here
         return f"the plan {training.plan!r}"
     if training.plan is not None:
         return "pipelines with a plan other than 'auto'"

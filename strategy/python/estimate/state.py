@@ -83,7 +83,9 @@ def state_of_ranks(training: Training) -> ModelState:
 
 
 def with_chosen_cuts(training: Training) -> Training:
-    """Return a training with the names of its pipeline's cuts, chosen as for a model without an example.
+    """Return a training whose pipeline has named cuts, chosen as `AutoCuts` without an example chooses them.
+
+    A training that has no pipeline, or whose cuts have names already, is returned unchanged.
 
     Raises:
         ValueError: transformers cannot build the model, or it has fewer layers with parameters than stages.
@@ -100,8 +102,8 @@ def with_chosen_cuts(training: Training) -> Training:
 def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     """Return the model that a configuration describes, on the meta device.
 
-    Its class is that of `architectures`, else the first that transformers has for the model_type among causal,
-    sequence-to-sequence and masked language models, and the plain model.
+    Its class is the first of `architectures`, if transformers has that class; else the first that transformers has for
+    the model_type, in this order: causal, sequence-to-sequence, masked language model, model without a head.
 
     Raises:
         ValueError: transformers is not installed, does not know the model, or cannot build it.
@@ -214,6 +216,6 @@ def _usage(model: nn.Module, shards: _Shards, costs: _Costs) -> dict[str, int]:
 
 
 def _buffer_bytes(buffer: torch.Tensor, parameter_bytes: int) -> int:
-    """Return the bytes of a buffer, which is full on every rank; in true half precision, floating buffers are half."""
+    """Return the bytes of a buffer, full on every rank; 2 per floating element if those of parameters have 2, too."""
     is_half = buffer.is_floating_point() and parameter_bytes == 2
     return buffer.numel() * (parameter_bytes if is_half else buffer.element_size())

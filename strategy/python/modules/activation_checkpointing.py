@@ -48,19 +48,20 @@ def checkpoint_activations(model: nn.Module, what: CheckpointSpec = FULL, *, off
         what: "full" or "selective" for all repeated blocks (see `repeated_blocks`); or a pattern of module names, as in
             a plan, or several, for a full checkpoint of each match; or a dict from pattern to "full" or "selective"; or
             "none". A full checkpoint saves a module's inputs. A selective one also saves the results of matrix
-            products, convolutions, attention and communication, which are not recomputed; code must not change these
-            results in place.
+            products, convolutions, attention, communication, and vocabulary-parallel embeddings and losses, which are
+            not recomputed; code must not change these results in place.
         offload: keep the tensors among a module's arguments in pinned CPU memory until the backward.
 
     Returns:
         The names of the checkpointed modules.
 
     Raises:
-        ValueError: no blocks were found, a pattern matches nothing, two patterns disagree, or a matched module is a
-            layer of a fused MLP, has no forward of its own, has another checkpoint already, contains a rule
-            with offload, or would get a selective checkpoint around a rule with recompute. Nothing has been changed
-            then.
-        TypeError: `what` has none of these types.
+        ValueError: no blocks were found; a pattern matches nothing, has a value other than "full" and "selective", or
+            contradicts another pattern; or a module to checkpoint is a layer of a fused MLP, has no forward in its
+            class or another one set on the instance, or already has a checkpoint with other options. Also if the rule
+            of the module, or of a module inside, has offload; and for a selective checkpoint, if such a rule has
+            recompute, or a module inside is checkpointed. Nothing has been changed then.
+        TypeError: `what` has none of these types, or is empty.
     """
     check_checkpoint_spec("checkpoint_activations", what)
     modes = _modes(model, what)
@@ -75,7 +76,7 @@ def checkpoint_activations(model: nn.Module, what: CheckpointSpec = FULL, *, off
 
 
 def _modes(model: nn.Module, what: CheckpointSpec) -> dict[str, str]:
-    """Return the mode of each module, by name; one module under two names counts once."""
+    """Return the mode of each module to checkpoint, by name; a module with two names counts once."""
     if what == NONE:
         return {}
     names = [name for name, _ in model.named_modules()]
@@ -112,8 +113,9 @@ def _modes(model: nn.Module, what: CheckpointSpec) -> dict[str, str]:
 def repeated_blocks(model: nn.Module) -> list[str]:
     """Return the names of a model's repeated blocks.
 
-    They are the entries of each outermost nn.ModuleList, nn.ModuleDict with numbers as keys, or nn.Sequential of two
-    entries or more, if all entries have one class, which has a forward and modules inside.
+    A block is an entry of an nn.ModuleList, of an nn.ModuleDict whose keys are numbers, or of an nn.Sequential with two
+    or more entries, not counting layers of other pipeline stages. All entries must have one class, which has a forward.
+    An entry without modules inside is no block, and neither is an entry inside another block.
     """
     found: list[str] = []
     for name, module in model.named_modules():
@@ -141,7 +143,7 @@ def _class_without_checkpoint(module: nn.Module) -> type[nn.Module]:
 
 
 def check_checkpoint_spec(owner: str, what: object) -> None:
-    """Raise TypeError for a value that has none of the types of `CheckpointSpec`."""
+    """Raise TypeError unless `what` is text, or a list, tuple or mapping that is not empty and lists only text."""
     is_text = isinstance(what, str)
     is_patterns = isinstance(what, (list, tuple, Mapping)) and what and all(isinstance(each, str) for each in what)
     if not is_text and not is_patterns:
@@ -162,8 +164,8 @@ def _check_module(name: str, module: nn.Module, mode: str, offload: bool) -> Non
     if isinstance(module, CheckpointedModule) and module.checkpoint_mode != (mode, offload):
         raise ValueError(
             f"checkpoint_activations: {shown} has a {module.checkpoint_mode[0]} checkpoint "
-            f"{'with' if module.checkpoint_mode[1] else 'without'} offload already; give it the same again, or build the "
-            "model anew."
+            f"{'with' if module.checkpoint_mode[1] else 'without'} offload already; give it the same again, or build "
+            "the model anew."
         )
     offloaded = next((n for n, m in module.named_modules(prefix=name) if isinstance(m, OffloadedModule)), None)
     if offloaded is not None:
@@ -190,7 +192,7 @@ def _recomputes(module: nn.Module) -> bool:
 
 
 def why_not_wrapped(module: nn.Module) -> str | None:
-    """Return why a module's forward cannot be run inside another one; None if it can."""
+    """Return why a subclass of a module's class cannot wrap its forward; None if it can."""
     if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
         return f"a {type(module).__name__} has no forward of its own"
     return "its forward was replaced on the instance" if "forward" in module.__dict__ else None
@@ -208,9 +210,9 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
     # torch.compile does not support a context_fn that does nothing.
     options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
 
-    # No parameter of `run` has a name that torch_checkpoint.checkpoint takes as an option. The last len(names) entries of
-    # `args` are the tensors among the keyword arguments, and `names` has their names: save_on_cpu offloads only tensors
-    # that are positional arguments.
+    # No parameter of `run` has a name that torch_checkpoint.checkpoint takes as an option. With offload, the tensors
+    # among the keyword arguments are the last len(names) entries of `args`, and `names` has their names: save_on_cpu
+    # offloads only tensors that are positional arguments.
     def run(self: nn.Module, make_lengths_context: Any, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:
         num_args = len(args) - len(names)
         with contextlib.nullcontext() if make_lengths_context is None else make_lengths_context():
@@ -231,9 +233,9 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
 
 
 def _lengths_context(module: nn.Module) -> Any:
-    """Return a function that makes a context manager, which sets the sequence lengths of this forward again.
+    """Return a function that makes a context manager: inside it, the recomputation has this forward's sequence lengths.
 
-    None: there are no lengths, or the module is the first block of its list and sets them itself.
+    None: the module has no role in a sequence region, or is its first block, which sets the lengths itself.
     """
     state = state_of(module)
     if state is None or state.sequence_role is None or state.sequence_role.is_first_block:

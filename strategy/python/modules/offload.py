@@ -21,9 +21,10 @@ class OffloadedModule:
 def offload_activations(module: nn.Module) -> None:
     """Make a module's forward save copies in CPU memory for the backward, instead of the tensors.
 
-    Parameters, sparse tensors and tensors of subclasses stay on their device; a tensor that several operators save is
-    copied once. Copies in both directions run on the current stream, through pinned memory if the device is an
-    accelerator. CPU tensors are copied, too, which saves no memory. torch.compile skips the module.
+    The module's parameters and views of them, sparse tensors and tensors of subclasses stay on their device. A tensor
+    that several operators save is copied once. Copies in both directions run on the current stream, through pinned
+    memory if the device is an accelerator. CPU tensors are copied, too, which saves no memory. torch.compile skips the
+    module.
     """
     if not isinstance(module, OffloadedModule):
         module.__class__ = _offloaded_class(type(module))

@@ -1,8 +1,8 @@
-"""The classes that parallelized modules get in place of their own.
+"""The classes that parallelized modules get in place of their original ones.
 
 Each is a subclass of the module's class, made once for each set of arguments of `parallel_class`. isinstance, hooks,
-names and `_parameters` do not change; only the forward and the reading of parameters do. FSDP2 changes classes the
-same way.
+names and `_parameters` do not change; the forward, the reading of parameters and the slices of nn.Sequential do. FSDP2
+changes classes the same way.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ParallelModule:
 
 
 def _local_shard_of(module: Any, name: str) -> Tensor | None:
-    """Return this rank's tensor-parallel shard of a parameter, in the module's precision; None if it is None."""
+    """Return this rank's tensor-parallel shard of a parameter, in the module's precision; None if there is none."""
     parameter = module._parameters[name]
     if isinstance(parameter, DTensor) and not torch.compiler.is_compiling():
         mesh, expected = parameter._spec.mesh, module._weft_state.mesh
@@ -337,7 +337,7 @@ def parallel_class(
 ) -> type[nn.Module]:
     """Return the class that replaces `cls` for modules of a style.
 
-    Styles that are not in `_STYLED_FORWARDS` keep the forward of `cls`.
+    The forward is that of `_STYLED_FORWARDS`, that of a dropout on shards, or else a wrapper around the one of `cls`.
 
     Args:
         sequence_kind: `SequenceRole.kind`, if activations are sharded along the sequence; else "".

@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 def in_precision(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a parallelized module's forward that computes in `precision` of the module's state.
 
-    Floating tensors among the arguments are cast to that dtype, parameters when they are read. Floating results are
-    cast back to the dtype of the first floating argument. Without such an argument, and under autocast, which casts the
-    inputs of later layers itself, they keep `precision`. Inside the forward, autocast is off.
+    Floating tensors among the arguments are cast to that dtype before the forward, parameters when they are read.
+    Floating results are cast back to the dtype of the first floating argument; if no argument is floating, or under
+    autocast, which casts the inputs of later layers itself, they are cast to `precision`. Inside the forward, autocast
+    is off.
     """
 
     @functools.wraps(forward)

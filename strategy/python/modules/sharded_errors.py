@@ -21,7 +21,7 @@ _MAX_SHARDS = 3
 
 
 class ShardedModuleError(RuntimeError):
-    """A module's forward failed on shards; the error of its code is the cause."""
+    """A module's forward failed on shards; `__cause__` is the original error."""
 
 
 @contextlib.contextmanager
@@ -66,7 +66,7 @@ def _modules_of(trace: TracebackType | None) -> list[nn.Module]:
 
 
 def _shards_of(module: nn.Module) -> list[tuple[str, ModuleState, DTensor]]:
-    """Return (name, state of its module, parameter) for the sharded parameters of a module and of its children."""
+    """Return (name, state of its module, parameter) for each sharded parameter of a module and its children."""
     found: list[tuple[str, ModuleState, DTensor]] = []
     for name, child in [("", module), *module.named_children()]:
         state = state_of(child)

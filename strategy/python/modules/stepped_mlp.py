@@ -29,8 +29,8 @@ _HARMLESS_HOOKS = ("weft.strategy.optimizers.in_backward", "weft.memory")
 class _Call:
     """The sink of one call of the operator, until its backward.
 
-    If several calls have not had their backward yet, the gradient of a weight is a sum over them: none of them may step
-    it by rows.
+    If several calls have not had their backward yet, the gradient of a weight is a sum over these calls: none of the
+    calls may step the weight by rows.
     """
 
     def __init__(self, mlp: SteppedMlp, owns_weight: tuple[bool, ...]) -> None:
@@ -55,7 +55,7 @@ class SteppedMlp:
     Args:
         weights: in the operator's order, w1, w2, w3; None for weights that do not exist or get their gradients as
             usual.
-        transposed: for each, whether it is stored as `[in, out]`.
+        transposed: for each weight, whether it is stored as `[in, out]`.
         step_rows: steps a weight.
     """
 
@@ -80,7 +80,7 @@ class SteppedMlp:
         return None  # a copied module's weights are not the optimizer's
 
     def on_backward(self, call: _Call) -> None:
-        """Note that the backward of a call begins; while other calls are due, neither it nor they may step weights."""
+        """Note that the backward of a call begins; if other calls are due, no call that is due may step weights."""
         if len(self._due_calls) > 1:
             for each in self._due_calls:
                 each.is_only_call = False
@@ -108,7 +108,7 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 def stepped_mlp_of(module: nn.Module) -> SteppedMlp | None:
-    """Return the SteppedMlp through which a module's forward must call the operator; None: it calls it directly."""
+    """Return the SteppedMlp through which a module's forward calls the operator; None: it does so directly."""
     stepped = module.__dict__.get(_KEY)
     return None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else stepped
 
@@ -116,7 +116,7 @@ def stepped_mlp_of(module: nn.Module) -> SteppedMlp | None:
 def step_mlps_by_rows(
     model: nn.Module, parameters: Iterable[Tensor], step_rows: StepRows
 ) -> dict[nn.Module, list[str]]:
-    """Make the fused MLPs of a parallelized model step their weights among `parameters`.
+    """Make the fused MLPs of a parallelized model step those of their weights that are in `parameters`.
 
     Weights that other modules use too, or that are also sharded over a data-parallel axis, get their gradients as
     usual.

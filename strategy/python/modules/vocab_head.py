@@ -79,7 +79,7 @@ def head_of(
 
 @functools.cache
 def _watch_optimizers() -> None:
-    """Count the steps of torch's fused optimizers, whose kernels do not increment the version of parameters."""
+    """Increment the versions of heads' parameters after each optimizer step: torch's fused kernels do not."""
 
     def count(optimizer: Optimizer, *_: Any) -> None:
         changed = [p for group in optimizer.param_groups for p in group["params"] if _MARK in p.__dict__]
@@ -190,7 +190,7 @@ def _changes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _cast(logits: VocabParallelLogits, dtype: torch.dtype) -> Any:
-    """Return deferred logits of another dtype; _GATHER if the cast affects a loss, whose statistics are in float32."""
+    """Return deferred logits cast to `dtype`; _GATHER if the cast affects a loss, whose statistics are in float32."""
     hidden = logits._hidden.dtype
     is_same = dtype == hidden or (dtype == torch.float32 and hidden in (torch.bfloat16, torch.float16))
     return VocabParallelLogits(logits._head, logits._hidden, dtype) if is_same else _GATHER

@@ -21,9 +21,10 @@ _DEVICES = {
 
 
 def _on_local_tensors(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run a fused optimizer elementwise on local shards; placements may be any that are equal in all lists.
+    """Run a fused optimizer, which is elementwise, on local shards.
 
-    Partial gradients, which some of torch's own styles leave, are summed first, which is collective.
+    The placements of a parameter, its gradient and its states may be any, but must be equal.
+    Partial gradients, as some of torch's parallel styles leave them, are first summed over the ranks; collective.
 
     Raises:
         RuntimeError: a parameter, its gradient and its states have different placements.

@@ -32,11 +32,11 @@ class StepInBackward:
     """Makes an optimizer step each parameter when its gradient is complete, and frees the gradient.
 
     With `by_rows`, the backward computes the gradient of a fused MLP's weight 1 MiB of rows at a time and steps these
-    rows, so that the full gradient does not exist. A weight that has hooks of the user, or whose MLP is called several
-    times in one backward, gets its full gradient and is stepped like other parameters.
+    rows, so that the full gradient does not exist. A weight that has hooks of the user or a gradient already, or whose
+    MLP is called several times before the backward, gets its full gradient and is stepped like other parameters.
 
-    The optimizer object stays the user's: the options of its groups are read at each step, its state stays in it, and
-    its `step()` must still be called after the backward: it finds no gradients, and allows the next backward.
+    The optimizer object stays the user's: the options of its groups are read at each step, and its state stays in it.
+    Its `step()` must still be called after each backward; the call finds no gradients, and allows the next backward.
 
     Raises, in a backward:
         RuntimeError: a second backward before `step()`, which would accumulate gradients; a backward inside another

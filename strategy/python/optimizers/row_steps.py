@@ -34,7 +34,7 @@ class RowSteps:
         """
         Args:
             optimizer: its states are used, and created at a weight's first step.
-            step: called with a parameter and a block of its rows, which has its gradient; steps this block.
+            step: called with a parameter and a block of its rows, whose `grad` is set; steps this block.
             before_step: called with the block before `step`.
             block_bytes: the bytes of the gradient of a block; a block has at least one row.
         """

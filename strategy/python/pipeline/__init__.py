@@ -1,11 +1,12 @@
-"""weft.strategy.pipeline: pipeline parallelism; a model's layers are divided into stages; a rank has one or several.
+"""weft.strategy.pipeline: pipeline parallelism; a model's layers are divided into stages, one or more per rank.
 
 `Schedule` lists the actions of each rank; C++ generates, checks and simulates it, and adds sends and receives
 (docs/schedules.md).
 
 Start reading with `pipeline.py` (a step), then `runner.py` (one rank's list of actions), `trunk.py` (a stage's part of
 a forward) and `recording.py` (the tensors sent between stages). `stages.py` assigns layers to stages, `choose.py`
-chooses cuts if none are named, `staged_model.py` removes the layers of other stages, `backward.py` splits backwards.
+chooses cuts if none are named, `staged_model.py` removes the layers of other stages, `backward.py` runs a stage's
+backward, complete or in two halves.
 """
 
 from weft.strategy._plan import (

@@ -23,7 +23,8 @@ def shares_of(
     """Return the relative sizes of a step's micro-batches, from their number, their shares, or neither.
 
     Raises:
-        ValueError: both are given, the number is below 1, or a share is not above 0.
+        ValueError: both are given, the number is not a whole number from 1 on, `shares` is empty, or a share is not a
+            finite number above 0.
     """
     if shares is not None:
         if num_micro_batches is not None:
@@ -70,7 +71,10 @@ def check_no_sequence_parallel(model: nn.Module) -> None:
 def check_equal_arguments(
     group: dist.ProcessGroup, cuts: Sequence[str], schedule: str, shares: tuple[float, ...]
 ) -> None:
-    """Raise ValueError if the arguments differ between ranks, for example after separate measurements; collective."""
+    """Raise ValueError if the arguments, or WEFT_PIPELINE_LINKS, differ between ranks; collective.
+
+    Cuts, for example, differ if each rank chooses them by its own measurements.
+    """
     if group.size() == 1:
         return
     local = (

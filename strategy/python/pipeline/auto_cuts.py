@@ -22,12 +22,13 @@ _SEVERAL_STAGES = ("interleaved", "looped_bfs")  # schedules with several stages
 class AutoCuts:
     """Options for a pipeline that chooses its cuts; the text "auto" means `AutoCuts()`.
 
-    stages_per_rank: None: 2 for the schedules "interleaved" and "looped_bfs", 1 for the others.
+    stages_per_rank: None: 2 for the schedules "interleaved" and "looped_bfs", 1 for other names; a `Schedule` has its
+        number of stages.
     example: arguments of the model's forward for one micro-batch (a tuple of positional ones, a dict of keywords, or
-        the only one). Stages are balanced by the floating-point operations of this call, and the limit includes its
-        activations.
-        None: the Trainer uses the LightningModule's `example_input_array`; without one, stages are balanced by their
-        layers' parameters, except those of embeddings.
+        the only one). Stages are balanced by the floating-point operations of this call, and its activations count
+        towards `memory_limit`.
+        None: the Trainer uses the LightningModule's `example_input_array`. Without that array, and in Fabric and plain
+        PyTorch, stages are balanced by their layers' parameters, except those of embeddings.
     memory_limit: the largest number of bytes of a rank. None: the memory of the first rank's CUDA device, which is
         ignored if no cut satisfies it; no limit on CPU.
     state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
@@ -61,7 +62,8 @@ def num_stages_of(auto: AutoCuts, schedule: str | Schedule, num_ranks: int) -> i
     """Return the number of stages for `num_ranks` ranks.
 
     Raises:
-        ValueError: a `Schedule` is for another number of stages, or the schedule supports only one stage per rank.
+        ValueError: a `Schedule` has another number of stages than `auto` asks for, or the named schedule does not
+            support this number of stages per rank.
     """
     if isinstance(schedule, str):
         default = 2 if schedule in _SEVERAL_STAGES else 1
@@ -109,7 +111,7 @@ def agree_on_cuts(
         parameter_shards: the number of ranks over which the parameters of a stage are sharded.
 
     Raises:
-        ValueError: see `num_stages_of` and `choose.choose_cuts`.
+        ValueError: see `num_stages_of`; or the first rank cannot choose cuts, for any reason (see `choose_cuts`).
     """
     num_stages = num_stages_of(auto, schedule, num_ranks)
     per_rank = num_stages // num_ranks

@@ -2,8 +2,8 @@
 
 The halves are those of Qi et al., "Zero Bubble Pipeline Parallelism" (2024): first the gradients of the stage's inputs,
 which the previous stage waits for, later those of its weights. Any graph is split by its structure: the first half runs
-the nodes between outputs and inputs, and stores the gradients that arrive at nodes with direct edges to weights; the
-second half runs these edges to compute the weights' gradients.
+the nodes between outputs and inputs, and stores the gradients that arrive at nodes with edges to weights alone; the
+second half follows only these edges, to compute the weights' gradients.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ _PARAMETERS = "parameters without embeddings"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Chosen cuts, the stages of layers called in another order than registered, and a sentence for the log."""
+    """Chosen cuts, and a sentence about them for the log.
+
+    layer_stages: the stages of the layers that call order puts into other stages than registration order.
+    """
 
     cuts: tuple[str, ...]
     layer_stages: Mapping[str, int]
@@ -43,22 +46,23 @@ def choose_cuts(
     memory_limit: int | None = None,
     limit_may_fail: bool = False,
 ) -> Choice:
-    """Choose the cuts that minimise the cost of the slowest stage within a memory limit; no communication.
+    """Choose the cuts that minimise the cost of the slowest stage within a memory limit, on this rank alone.
 
     Args:
         model: full, with or without values.
         num_stages: the number of stages.
         forward: calls the model once, as for a micro-batch, and returns its outputs; it runs on fake tensors, and the
             cuts balance its floating-point operations. None: they balance parameters, except those of embeddings.
-        forward_may_fail: balance parameters if `forward` cannot run on fake tensors or calls a layer twice, and
-            mention it in the text.
-        in_flight: by stage, the micro-batches whose activations the schedule keeps. Default: one each.
+        forward_may_fail: if `forward` raises, calls a layer twice or returns nothing that requires a gradient, balance
+            parameters and mention the reason in the text.
+        in_flight: for each stage, the number of micro-batches whose activations the schedule keeps. Default: 1.
         state_factor: bytes of parameters, gradients and optimizer states on a rank for each byte of parameters.
         memory_limit: the largest number of bytes of a stage.
-        limit_may_fail: ignore a limit that no cut satisfies, and mention it in the text.
+        limit_may_fail: ignore a limit that no cuts satisfy, and mention this in the text.
 
     Raises:
-        ValueError: fewer layers with parameters than stages, a forward that fails, or no cut within the limit.
+        ValueError: fewer layers with parameters than stages; a forward that fails, or no cuts within the limit, unless
+            `forward_may_fail` or `limit_may_fail` allows it.
     """
     names = candidates(model)
     if not names:
@@ -103,7 +107,10 @@ def choose_cuts(
 def _measure_layers(
     model: nn.Module, names: list[str], num_stages: int, forward: Callable[[], Any] | None, may_fail: bool
 ) -> tuple[list[LayerProfile], str, list[str]]:
-    """Return (layers at which stages may begin, in order of registration; the measure's name; names in call order)."""
+    """Return (layers at which stages may begin, in order of registration; the measure's name; names in call order).
+
+    If parameters are the measure, the names are in order of registration, too.
+    """
     if forward is None:
         return _by_parameters(model, names), _PARAMETERS, names
     try:
@@ -157,9 +164,9 @@ def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any
 
 
 def _in_order(called: list[LayerProfile], names: list[str]) -> list[LayerProfile]:
-    """Merge layers that are called after later registered ones into the layer called before them.
+    """Merge each layer that is called after a layer registered later into the layer called just before it.
 
-    A stage cannot begin at such a layer.
+    A stage cannot begin at the merged layer.
     """
     layers: list[LayerProfile] = []
     for layer in called:
@@ -188,7 +195,7 @@ def _total(outputs: Any) -> Tensor:
 
 
 def _stages_by_call_order(model: nn.Module, cuts: Sequence[str], call_order: Sequence[str]) -> dict[str, int]:
-    """Return, for each layer that call order puts into another stage than registration order does, the former stage."""
+    """Return the stage by call order of each layer whose stage by registration order is another."""
     stage, called = 0, {}
     for name in call_order:
         stage += name in cuts

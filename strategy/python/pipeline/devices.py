@@ -26,11 +26,11 @@ def spread_over_devices(
     *,
     layer_stages: Mapping[str, int] | None = None,
 ) -> nn.Module:
-    """Place the layers of each stage on its own device, in place; the model's forward moves tensors between devices.
+    """Place the layers of each stage on the stage's device, in place; the forward then moves tensors between devices.
 
     Outputs are usually on the last stage's device; the backward moves gradients the opposite way. A layer that shares a
-    parameter with an earlier stage is placed on that stage's device. Build optimizers afterwards, and do not call
-    `model.to` any more.
+    parameter with an earlier stage is placed on that stage's device; a layer without parameters and persistent
+    buffers is not moved. Build optimizers afterwards, and do not call `model.to` any more.
 
     Args:
         model: any module; its forward stays as it is.
@@ -69,14 +69,16 @@ def spread_over_devices(
 
 
 class _Root:
-    """The forward of a model on several devices, and the first base of its class."""
+    """The first base of the class of a model on several devices: its forward moves tensors between the devices."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return run_in_mode(_MovingMode(self.__dict__[_KEY]), lambda: super(_Root, self).forward(*args, **kwargs))  # type: ignore[misc]
 
 
 class _MovingMode(Mode):
-    """Moves the arguments of a layer, or of a function between layers, to one device.
+    """Moves the arguments of a layer to its stage's device, and those of a function between layers to one device.
+
+    Arguments of layers without a stage are not moved.
 
     stage_devices: the device of each stage.
     """
@@ -105,7 +107,7 @@ class _MovingMode(Mode):
 
 
 def _needs_move(leaf: Any) -> bool:
-    """Return whether a tensor's device matters: a CPU tensor without dims works with any device."""
+    """Return whether a leaf is a tensor whose device matters: a CPU tensor without dims works with any device."""
     return isinstance(leaf, Tensor) and not (leaf.dim() == 0 and leaf.device.type == "cpu")
 
 
@@ -114,7 +116,7 @@ def _to_device(tree: Any, device: torch.device) -> Any:
 
 
 def _move_parameter(holder: nn.Module, name: str, device: torch.device) -> None:
-    """Move one parameter, without those of the modules inside."""
+    """Move one parameter of `holder`; all its other parameters stay where they are."""
     moved = nn.Module()
     moved.register_parameter(name, holder._parameters[name])
     holder._parameters[name] = moved.to(device)._parameters[name]

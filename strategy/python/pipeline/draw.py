@@ -21,13 +21,14 @@ Runs = Schedule | Simulation | Sequence[Sequence[Span]]
 def draw(planned: Runs | None, measured: Runs | None = None, *, path: str | Path | None = None) -> str:
     """Draw a timeline for each rank and, below it, the micro-batches in flight; planned above measured.
 
-    A box is one computation, labelled by its stage (if a rank has several) and its micro-batch; grey is idle time.
+    A box is one computation; a wide one is labelled by its stage (if the rank has several) and its micro-batch.
+    Grey is idle time.
 
     Args:
         planned: a schedule (drawn as if each stage took 1 for a forward and 1 for each half of a backward), a
             simulation, or each rank's spans. None: draw only `measured`.
         measured: each rank's spans, as `Pipeline.traces` returns them.
-        path: the file to write, if given: SVG, or an HTML page with it if the name ends in ".html".
+        path: the file to write, if given: the SVG, or, if the name ends in ".html", an HTML page that contains the SVG.
 
     Returns:
         The SVG.

@@ -17,7 +17,7 @@ class Failures:
     A layer runs only on the rank of its stage, and code after the model's call only on the rank of the last stage, so
     an error in either is raised on one rank. The other ranks find that this rank's process has ended, and read the
     reason here. This requires that every rank creates its pipelines in the same order and runs the same steps;
-    otherwise a rank does not find the reason.
+    otherwise a rank finds no reason or that of a different step.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that a module, such as a LightningModule, holds beside a module in stages: only on the last stage."""
+"""Keeps parameters beside a module in stages, such as a LightningModule's, only on the rank of the last stage."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from weft.strategy.sharding.state import child_of
 class LastStageModules:
     """Removes the parameters beside a module in stages from ranks without the last stage, in place.
 
-    Placeholders replace the modules that have parameters, and the parameters of modules that hold the one in stages.
+    Placeholders replace the modules beside it that have parameters, and the parameters that its ancestors hold
+    directly.
 
-    root: holds the module `name`, which is already in stages; for example a LightningModule. "": `root` itself is in
-        stages, and there are no modules beside it.
+    root: for example a LightningModule.
+    name: of the module in `root` that is already in stages. "": `root` itself, which has no modules beside it.
     has_last_stage: whether this rank has the last stage and so keeps all parameters.
     """
 
@@ -55,7 +56,8 @@ class LastStageModules:
     def forbidding_use(self) -> TorchFunctionMode:
         """Return a mode in which using `parameters` raises.
 
-        It is for code before the call of the module in stages, which also runs on ranks without these parameters.
+        Use it for the code of a step before the call of the module in stages: ranks without these parameters run this
+        code, too.
         """
         return _ForbiddenUse(self.parameters, self._name)
 
@@ -129,7 +131,7 @@ def _path(name: str) -> list[str]:
 
 
 def _modules_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules that neither hold the named one nor are inside of it."""
+    """Yield (name, module) of the outermost modules that neither hold the module `name` nor are inside of it."""
     holder, prefix = root, ""
     for part in _path(name):
         for child_name, child in holder._modules.items():
@@ -139,7 +141,7 @@ def _modules_beside(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module
 
 
 def _direct_parameters(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that belong directly to the modules that hold the named one."""
+    """Yield (name, parameter) of the parameters that the ancestors of the module `name` hold directly."""
     holder, prefix = root, ""
     for part in _path(name):
         for own_name, parameter in holder._parameters.items():

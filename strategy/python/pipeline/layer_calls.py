@@ -22,7 +22,7 @@ class Mode(TorchFunctionMode, abc.ABC):
         """Return the result of a layer's call."""
 
     def _without_interception(self, function: Callable[[], Any]) -> Any:
-        """Call a layer without intercepting the calls inside it."""
+        """Return the result of `function`, which calls a layer, without intercepting the calls inside the layer."""
         self.__exit__(None, None, None)
         try:
             return function()
@@ -31,9 +31,12 @@ class Mode(TorchFunctionMode, abc.ABC):
 
 
 class InterceptedLayer:
-    """The first base of the class that `intercept_calls` gives a layer: the active mode handles the layer's calls."""
+    """The first base of the class that `intercept_calls` gives a layer: the active mode handles the layer's calls.
 
-    _weft_layer: tuple[str, int]  # its name and stage
+    While no mode is active, calls are not intercepted.
+    """
+
+    _weft_layer: tuple[str, int]  # the layer's name and stage
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode: Mode | None = active_mode.get()

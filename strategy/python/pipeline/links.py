@@ -13,11 +13,11 @@ from weft import pipeline_links
 
 
 def peers_of(rank: int, rank_of: Sequence[int], tied: Iterable[Iterable[int]]) -> list[int]:
-    """Return the ranks that `rank` exchanges messages with.
+    """Return the ranks that `rank` sends messages to or receives messages from.
 
     Args:
         rank_of: the rank of each stage.
-        tied: the stages that share a parameter, for each shared parameter.
+        tied: for each parameter that several stages share, these stages.
     """
     pairs = set(itertools.pairwise(rank_of))
     for stages in tied:
@@ -40,9 +40,9 @@ def links_enabled() -> bool:
 
 
 def link_stages(group: dist.ProcessGroup, peers: Sequence[int], device: torch.device) -> None:
-    """Link this rank's CUDA device to its peers' by NCCL, if `links_enabled`; each peer must call it, too.
+    """Link this rank's CUDA device to its peers' by NCCL, if `links_enabled`; each peer must call this, too.
 
-    Without links, messages are copied through host memory. Ranks that share a device cannot be linked.
+    Without links, CUDA devices' messages are copied through host memory. Ranks that share a device cannot be linked.
     """
     if device.type == "cuda" and links_enabled():
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -43,7 +43,7 @@ def split_batch(batch: Any, num_micro_batches: int, shares: Sequence[float] | No
 
     Dicts and other mappings (BatchEncoding, too), lists, tuples, named tuples and dataclasses keep their types. Lists
     and tuples without tensors, with one item per sample (names, texts), are split as well. The tensors of micro-batches
-    are views. The sizes are in proportion to `shares` or as even as possible, the first ones larger.
+    are views. The sizes are in proportion to `shares`; without shares they are as even as possible, larger ones first.
 
     Raises:
         ValueError: see `batch_size_of`; fewer samples than micro-batches.
@@ -90,7 +90,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return the same collections with `function` of each tensor, and of each list or tuple without tensors."""
+    """Return a copy of a batch in which `function` replaces each tensor, and each list or tuple without tensors."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (list, tuple) and value and not any(isinstance(v, Tensor) for v in pytree.tree_leaves(value)):
@@ -114,9 +114,9 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def signature(value: Any, *, with_contents: bool = True) -> Any:
-    """Return a hashable key of arguments without the values of tensors; equal for those that a forward treats alike.
+    """Return a hashable key of arguments without the values of tensors; equal if a forward treats the arguments alike.
 
-    `with_contents`: include the values of numbers and texts. False is for a batch: values that matter reach the
+    `with_contents`: include the values of numbers and strings. False is for a batch: values that matter reach the
     arguments of the model's call, whose signature includes them.
     """
     if isinstance(value, Tensor):

@@ -44,7 +44,7 @@ LossWeight = Callable[[Any], float]
 
 
 class Pipeline:
-    """Removes the layers of other stages from a model, in place, and runs steps over all stages.
+    """Removes the layers of other ranks' stages from a model, in place, and runs steps over all stages.
 
     Args:
         model: built with the same values on every rank of the pipeline. Its forward does not change and runs on every
@@ -52,9 +52,9 @@ class Pipeline:
         mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel"; the axis' group must have a
             backend for CPU tensors: it carries all messages or, with links between devices, their announcements.
         cuts: the names of the first module of each stage but the first; see `stages.find_layers`. The number of stages
-            is the number of ranks or a multiple of it; stage s is on rank s % ranks, unless a `Schedule` is given that
-            places it elsewhere. "auto", or an `AutoCuts`: the cuts are chosen to minimise the estimated time of
-            the slowest stage, the same on every rank of the mesh.
+            is a multiple of the number of ranks; stage s is on rank s % ranks, unless a given `Schedule` places the
+            stage on another rank. "auto", or an `AutoCuts`: the first rank of the mesh chooses the cuts for all its
+            ranks, to minimise the estimated time of the slowest stage.
         schedule: one of `SCHEDULES`, or a `Schedule` without communication for these ranks and stages; a step with
             fewer micro-batches than the `Schedule` runs only the first ones.
         num_micro_batches: in a step; a batch with fewer samples has one micro-batch per sample. Default: that of a
@@ -142,7 +142,7 @@ class Pipeline:
         peers = peers_of(self._group.rank(), rank_of, [tied.name_on for tied in self._staged.tied])
         link_stages(self._group, peers, device or parameter_device)
         self._runner = Runner(self._staged, self._group)
-        # Public: a strategy's step runs more code than `step` does, and publishes failures of that code, too.
+        # Public: a Lightning strategy's step runs more code than `step` does, and publishes that code's failures, too.
         self.failures = Failures()
         self._recordings: dict[Any, list[Recording]] = {}
         self._intercepts_calls = False
@@ -156,7 +156,7 @@ class Pipeline:
         rehearsal = store_rehearsal(model)
         if verify != "never":
             verify_cuts(model, layers, rehearsal)
-        if not has_tensor_ranks:  # otherwise a plan is applied later, when this rank has only some layers
+        if not has_tensor_ranks:  # with them, a plan applied later needs it: this rank then has only some layers
             drop_rehearsal(model)
 
     def fully_shard(self, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> None:
@@ -176,11 +176,11 @@ class Pipeline:
         """
         self._runner.sharding = ShardedStages(self._staged, mesh, mp_policy)
         self._lowered.clear()
-        self._recordings.clear()  # they were not checked by `_check_no_shard_reads`
+        self._recordings.clear()  # `_check_no_shard_reads` accepted all of them while nothing was sharded
 
     @property
     def num_micro_batches(self) -> int:
-        """Return the number of micro-batches in a step; setting it makes their sizes equal."""
+        """Return the number of micro-batches in a step; setting it makes their sizes as even as possible."""
         return len(self._shares)
 
     @num_micro_batches.setter
@@ -222,7 +222,7 @@ class Pipeline:
 
     @property
     def is_recording(self) -> bool:
-        """Return whether a step is running that ends at the model's call: it only records or compares the call."""
+        """Return whether a step is running only to record the model's call, or to compare it with a recording."""
         return self._staged.is_recording
 
     @property
@@ -260,7 +260,7 @@ class Pipeline:
 
     @property
     def memory_before(self) -> int:
-        """Return the bytes that this process held before the trace."""
+        """Return the bytes that this process held before the last step or evaluation; 0 if memory is not counted."""
         return self._runner.memory_before
 
     def schedule(self, num_micro_batches: int, *, forward_only: bool = False) -> Schedule:
@@ -287,7 +287,7 @@ class Pipeline:
             if forward_only:
                 schedule = schedule.forward_only()
             schedule = schedule.add_communication()
-            runner: Runner | None = getattr(self, "_runner", None)  # None: the constructor runs
+            runner: Runner | None = getattr(self, "_runner", None)  # None: called by the constructor
             if runner is not None and runner.sharding is not None:
                 schedule = schedule.add_unshards(max_unsharded=min(2, self._stages_per_rank))
             self._lowered[key] = schedule
@@ -306,10 +306,11 @@ class Pipeline:
 
         Args:
             batch: the same on every rank of the pipeline.
-            loss_fn: given a micro-batch, calls the model once and returns its loss, a scalar. It runs on every stage,
-                up to the model's call on all but the last. Before the schedule it also runs up to that call, on every
-                stage: once for the first micro-batch, once for each new recording and, if the code between layers
-                reads values of the inputs, once for each recording that a micro-batch is compared with.
+            loss_fn: given a micro-batch, calls the model once and returns the micro-batch's loss, a scalar. It runs
+                for every stage; code after the model's call runs only for the last stage. Before the schedule, every
+                rank also runs it up to the model's call: once for the first micro-batch, once for each new recording
+                and, if the code between layers reads values of the inputs, once for each recording that a micro-batch
+                is compared with.
             split: splits the batch into the given number of micro-batches, of sizes that it chooses.
             weight: the relative weight of a micro-batch's loss. Default: the number of its samples, which is exact for
                 losses that are means over samples.
@@ -319,8 +320,9 @@ class Pipeline:
             The weighted mean of the losses, `[]`, float64, the same on every rank.
 
         Raises:
-            RuntimeError: under `torch.no_grad()`; the step does not call the model, calls it twice, or not as recorded.
-            TypeError: the step did not return a scalar.
+            RuntimeError: under `torch.no_grad()`; `loss_fn` does not call the model, calls it twice, or calls it
+                otherwise than recorded; an earlier step failed.
+            TypeError: `loss_fn` did not return a scalar.
             ValueError: a batch that cannot be split, invalid weights, or a forward that cannot be recorded.
         """
         if not torch.is_grad_enabled():
@@ -375,8 +377,8 @@ class Pipeline:
     ) -> Tensor:
         """Scale all stages' gradients so that their common norm is at most `max_norm`; collective over the pipeline.
 
-        `parameters`: those of this rank's stages that count; None: all. Tied parameters count once. Supports DTensors
-        on any meshes, like `clip_gradients_by_norm`.
+        `parameters`: the parameters of this rank's stages that count; None: all of them. Tied parameters
+        count once. Supports DTensors on any meshes, like `clip_gradients_by_norm`.
 
         Returns:
             The norm before scaling, `[]`, float64, the same on every rank.
@@ -393,8 +395,8 @@ class Pipeline:
     def split(self, batch: Any, split: Split | None = None) -> Sequence[Any]:
         """Return the micro-batches into which a step would split a batch.
 
-        The first call is collective, if parameters are tied: it checks that stages shard them alike. It also intercepts
-        the calls of layers, so plans must have been applied before.
+        If parameters are tied, the first call is collective: it checks that stages shard them alike. In any case the
+        first call intercepts the calls of layers, so apply plans before it.
         """
         if not self._intercepts_calls:
             check_no_sequence_parallel(self.model)
@@ -409,7 +411,7 @@ class Pipeline:
         return split_batch(batch, self.num_micro_batches, self._shares)
 
     def _recordings_of(self, micro_batches: Sequence[Any], step: Step) -> list[Recording]:
-        # A step may call the model differently for two batches of equal shapes, but not for the micro-batches of one.
+        # A step may call the model differently for two batches of equal shapes, but not for micro-batches of one batch.
         call = self._staged.call_signature(step, micro_batches[0])
         return [self._recording(micro_batch, step, call) for micro_batch in micro_batches]
 
@@ -430,7 +432,7 @@ class Pipeline:
         return recording
 
     def _check_no_shard_reads(self, recording: Recording) -> None:
-        """Raise if code between layers reads parameters of a layer that it never calls.
+        """Raise if layers are fully sharded and code between layers reads parameters of a layer that it never calls.
 
         FSDP2 would not reduce the gradients of these parameters.
         """

@@ -67,7 +67,8 @@ def profile_layers(
     """Measure an unsharded model's layers on one micro-batch, in the order in which they are called.
 
     A layer's backward is the time from the gradient of its output to that of the previous layer's output, so the model
-    should be a chain of layers; layers without gradients count with the next. Gradients and buffers do not change.
+    should be a chain of layers; a layer without gradients counts with the layer called next. Gradients and buffers do
+    not change.
 
     Args:
         model: unsharded, on its device.
@@ -147,7 +148,7 @@ def _clock_of(model: nn.Module) -> Callable[[], float]:
 
 @dataclasses.dataclass
 class _Row:
-    """The measurements of one layer in one pass; the fields are those of LayerProfile."""
+    """The measurements of one layer in one pass; the fields are as in LayerProfile."""
 
     name: str
     forward: float
@@ -156,7 +157,10 @@ class _Row:
 
 
 class _Pass:
-    """One forward and backward that reads the clock at the layers' boundaries."""
+    """One forward and backward that calls `now` at the layers' boundaries.
+
+    now: returns the time in seconds, or the number of floating-point operations so far.
+    """
 
     def __init__(self, model: nn.Module, names: Sequence[str], now: Callable[[], float]) -> None:
         self._model = model
@@ -218,16 +222,16 @@ def balanced_cuts(
     state_factor: float = 4.0,
     memory_weight: float = 0.0,
 ) -> list[str]:
-    """Return the names at which stages begin such that the slowest stage is as fast as possible.
+    """Return the cuts, the names of the first layer of each stage but the first, that make the slowest stage fastest.
 
     Args:
         profiles: the result of `profile_layers`.
         num_stages: the number of stages.
         schedule: the schedule to be run, which determines how many micro-batches' activations each stage keeps.
-            Default: those of one.
+            Default: one micro-batch's.
         memory_limit: the most bytes of a stage: activations, and parameters with their gradients and optimizer states.
         state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
-        memory_weight: 0 balances time, 1 bytes, values in between both.
+        memory_weight: 0 balances time, 1 balances bytes, and values in between balance both.
 
     Raises:
         ValueError: see `weft.strategy.pipeline.partition`.

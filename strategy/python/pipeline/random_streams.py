@@ -16,8 +16,8 @@ class RandomStreams:
 
     Their seeds follow from one number, which each step draws from torch's CPU generator. Ranks with equal generators
     before the step have equal ones after it, whatever their stages draw. For one micro-batch all stages draw the same
-    numbers up to their first layer, because several stages use the numbers that a step or the code before layers draws;
-    from there on each stage has a stream of its own.
+    numbers before their own first layer, because several stages use the numbers that code before layers draws. From its
+    first layer on, each stage has a separate stream.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class RandomStreams:
 
     @contextlib.contextmanager
     def of_step(self) -> Iterator[None]:
-        """Enclose a step, which then changes the generators' states only by one number, drawn from torch's."""
+        """Enclose a step: afterwards, the generators have changed only by one number drawn from torch's for the CPU."""
         self._seed = int(torch.randint(1 << 62, ()))
         with preserving_all_random_states():
             yield
@@ -44,7 +44,7 @@ class RandomStreams:
 def _mix_bits(number: int) -> int:
     """Return 63 bits that each depend on all bits of the number: torch's CPU generator takes 32 of them for its seed.
 
-    The output function of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+    It is SplitMix64's output function (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
     """
     mask = (1 << 64) - 1
     number = (number * 0x9E3779B97F4A7C15) & mask
@@ -54,13 +54,13 @@ def _mix_bits(number: int) -> int:
 
 
 def preserving_random_state() -> contextlib.AbstractContextManager[None]:
-    """Restore afterwards the states of torch's generators of the CPU and of the current CUDA device."""
+    """Return a context manager that restores torch's CPU generator and that of the current CUDA device."""
     return torch.random.fork_rng(devices=[torch.cuda.current_device()] if _uses_cuda() else [])
 
 
 @contextlib.contextmanager
 def preserving_all_random_states() -> Iterator[None]:
-    """Restore afterwards the states of torch's, Python's and numpy's generators."""
+    """Restore Python's and numpy's generators afterwards, and those of `preserving_random_state`."""
     state = random.getstate()
     numpy: Any = sys.modules.get("numpy")
     numpy_state = None if numpy is None else numpy.random.get_state()

@@ -42,7 +42,7 @@ VALUE_READS = {
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A call, in a forward, of a layer or of a torch function between layers, which returned tensors.
+    """A call of a layer, or of a torch function between layers, that returned tensors.
 
     name: of the layer or the function, for errors.
     callee: the layer's name, or the function itself.
@@ -63,7 +63,7 @@ class Recording:
     events: the calls of layers, and of torch functions between them, that returned tensors, in order.
     values: the fake tensors that these calls took or returned, each once: results of layers, values computed from them,
         and parameters that code between layers reads.
-    crossings: crossings[b] has the indices, in `values`, of those that cross the boundary from stage b to b + 1.
+    crossings: crossings[b] has the indices in `values` of the values that cross the boundary from stage b to b + 1.
     read_values: the Python values that code between layers read from real tensors, and on which its path may depend.
     arguments: the signature of the model's arguments.
     """
@@ -77,11 +77,11 @@ class Recording:
     _indices: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def idx_of(self, value: Tensor) -> int | None:
-        """Return the index of a fake tensor in `values`; None: it is not one of them."""
+        """Return the index of a fake tensor in `values`; None: they do not contain it."""
         return self._indices.get(id(value))
 
     def add(self, value: FakeTensor) -> int:
-        """Add a fake tensor to `values`, unless it is one of them; return its index."""
+        """Add a fake tensor to `values`, unless they contain it; return its index."""
         idx = self._indices.setdefault(id(value), len(self.values))
         if idx == len(self.values):
             self.values.append(value)
@@ -182,7 +182,7 @@ class _Recorder(Mode):
         _drop_graphs(recording)
 
     def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Raise ValueError if a value of layers is written into a real tensor, which other stages would not change."""
+        """Raise ValueError if a value of layers is written into a real tensor, which stages without it cannot do."""
         targets = [kwargs.get("out")]
         if writes_in_place(name_of(func)) and args:
             targets.append(args[0])
@@ -237,7 +237,7 @@ def writes_in_place(name: str) -> bool:
 
 
 def _drop_graphs(recording: Recording) -> None:
-    """Drop the graphs of fake tensors other than views: a graph keeps the inputs of the recording alive."""
+    """Drop the autograd graphs of fake tensors except views: a graph keeps the inputs of the recording alive."""
     for value in recording.values:
         if value.grad_fn is not None and not value._is_view():
             value.detach_().requires_grad_()
@@ -261,7 +261,8 @@ def record(
         args, kwargs: the real arguments of the forward.
 
     Raises:
-        ValueError: layers are called out of the order of their stages, or a call fails on fake tensors.
+        ValueError: layers are called out of the order of their stages, a call fails on fake tensors, a value of layers
+            is written into a real tensor, or a value that crosses with a view of it is changed in place afterwards.
     """
     recording = Recording(num_stages, signature((args, kwargs)))
     recorder = _Recorder(recording, fake_mode, stage_of_parameter)

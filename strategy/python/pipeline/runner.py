@@ -32,8 +32,8 @@ class _SavedState:
     """The state that a stage keeps for a micro-batch between its forward and its backward."""
 
     inputs: list[Tensor]  # leaves that require gradients, in the order in which they are received
-    # Edges of the outputs that were recorded as requiring gradients, in the order of sending; None: an output does not
-    # require one now. On the last stage: the edge of the loss.
+    # Edges of the outputs that were recorded as requiring gradients, in the order of sending; None: in this run, the
+    # output does not require a gradient. On the last stage: the edge of the loss.
     outputs: list[GradientEdge | None]
     seed: Tensor | None = None  # the gradient of the loss
     weight_half: WeightHalf | None = None
@@ -66,7 +66,7 @@ class Runner:
     trace: the computations of the last run that succeeded, in seconds from its beginning.
     memory: the bytes that this process held after each of these computations, if memory is counted
         (`weft.memory.track`); else empty.
-    memory_before: the bytes that it held before the last run; 0 if memory is not counted.
+    memory_before: the bytes that this process held before the last run; 0 if memory is not counted.
     """
 
     def __init__(self, staged: StagedModel, group: dist.ProcessGroup) -> None:
@@ -135,7 +135,7 @@ class _Run:
         return [self._results[i] for i in sorted(self._results)]
 
     def run_action(self, action: Action) -> None:
-        """Run one action; a computation first waits for its inputs, and this wait does not count as its time."""
+        """Run one action; a computation first waits for its inputs, and the trace does not include this wait."""
         if action.micro_batch is None:
             assert self._sharding is not None
             (self._sharding.unshard if action.kind == "UNSHARD" else self._sharding.reshard)(action.stage)
@@ -143,7 +143,7 @@ class _Run:
         _METHODS[action.kind](self, action.stage, action.micro_batch)
 
     def _begin_backward(self) -> float:
-        """Return the time at which a backward begins, and begin that phase of the memory count."""
+        """Return the time at which a backward begins; if memory is counted, begin its backward phase."""
         if memory.is_tracking():
             memory.begin_phase("backward", "scratch")
         return time.perf_counter()
@@ -287,7 +287,7 @@ class _Run:
             self._tokens["B", stage, i] = ops.pipeline_recv(likes, peer, 2 * (stage + 1) + 1, self._group_name)
 
 
-# Functions, not bound methods in `_Run`: these would be a reference cycle, which delays the release of its tensors.
+# Functions: bound methods, held by a `_Run`, would be a reference cycle, which delays the release of its tensors.
 _METHODS = {
     "F": _Run._forward,
     "B": _Run._backward,
@@ -301,9 +301,9 @@ _METHODS = {
 
 
 class _StageInput(torch.autograd.Function):
-    """Returns a tensor on a leaf's storage that is no leaf, so that a layer may change it in place.
+    """Returns a non-leaf tensor with a leaf's storage, which a layer may change in place.
 
-    A layer may do so with the output of another layer in the unsplit model.
+    In the unsplit model, too, a layer may change the output of an earlier layer in place.
     """
 
     @staticmethod
@@ -316,7 +316,7 @@ class _StageInput(torch.autograd.Function):
 
 
 def _tensor_to_send(value: Tensor) -> Tensor:
-    """Return the tensor, or a copy of a leaf or view, which may change while its send is in flight.
+    """Return the detached tensor; a copy if it is a leaf or view, which may change while the send is in flight.
 
     Leaves are parameters and buffers; in an evaluation, all tensors are leaves.
     """
@@ -341,7 +341,7 @@ def _like(fake: Tensor) -> Tensor:
 def _paired(
     outputs: Sequence[GradientEdge | None], gradients: Sequence[Tensor]
 ) -> tuple[list[GradientEdge], list[Tensor]]:
-    """Return the outputs that require gradients, with their gradients."""
+    """Return (the edges of the outputs that require gradients, these gradients)."""
     pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o is not None]
     return [output for output, _ in pairs], [gradient for _, gradient in pairs]
 

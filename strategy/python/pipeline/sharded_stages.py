@@ -18,7 +18,7 @@ class ShardedStages:
     """This rank's layers as units of FSDP2, after `parallelize`.
 
     A schedule's UNSHARD gathers the parameters of all layers of a stage, and RESHARD frees them; forwards and backwards
-    in between do neither. Micro-batches accumulate into unsharded gradients, which are reduced after the last one.
+    in between do neither. Micro-batches accumulate into unsharded gradients, which are reduced at the step's end.
 
     Args:
         staged: the model in stages.
@@ -50,7 +50,7 @@ class ShardedStages:
         of_layers = {
             id(p) for units in self._units.values() for unit in units for p in cast("nn.Module", unit).parameters()
         }
-        # Those of modules above the layers, which are in no FSDP2 unit; "trunk": see docs/pipeline_steps.md.
+        # The trunk is the modules above the layers (docs/pipeline_steps.md); its parameters are in no FSDP2 unit.
         self._trunk_parameters = [p for p in staged.model.parameters() if id(p) not in of_layers]
 
     def begin(self) -> None:

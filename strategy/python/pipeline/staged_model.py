@@ -1,4 +1,4 @@
-"""One rank's part of a model in stages, and the skeleton: its full copy with fake tensors (see `recording`)."""
+"""One rank's part of a model in stages, and the skeleton: a copy of the full model with fake tensors (`recording`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weft.strategy.sharding.local_tensor import local_of
 from weft.strategy.sharding.remote_layers import RemoteLayer
 
 _KEY = "_weft_staged"
-# Attributes that cannot be copied, or are large.
+# Classes of attributes that cannot be copied, or are large.
 _NOT_COPIED = (DeviceMesh, ProcessGroup, Dataset, DataLoader)
 
 
@@ -44,7 +44,7 @@ class StagedModel:
 
     model: RemoteLayers replace the layers that are on none of `stages`; names do not change.
     layers: the stage of each layer, and the trunk (the modules that call layers, and their lists and dicts of modules).
-    stages: those of this rank.
+    stages: the stages of this rank.
     device: where the parameters will be, if they are not there yet.
     tied: the parameters that several stages share; each rank with one of these stages has its own copy.
     """
@@ -58,7 +58,7 @@ class StagedModel:
         self.tied = tied_parameters(model, self.layers)
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._skeleton = _skeleton_of(model, self.layers, self._fake_mode, device)
-        # The stage of each parameter: the code between layers may compute with any of them.
+        # By the ids of fake parameters. The code between layers may compute with any parameter.
         self._stage_of_parameter = {id(p): stage for _, p, stage in _parameters_with_stage(self._skeleton, self.layers)}
         self._local_parameters = [
             (fake, name) for name, fake, stage in _parameters_with_stage(self._skeleton, self.layers) if stage in stages
@@ -72,7 +72,7 @@ class StagedModel:
         _intercept_layer_calls(self._skeleton, self.layers)
 
     def names_of_copies(self) -> dict[str, str]:
-        """Return, by the names of this rank's copies of tied parameters, their names on the first stage with a copy."""
+        """Return, by the name of each copy of a tied parameter on this rank, the name of the first stage's copy."""
         return {
             tied.name_on[stage]: tied.name_on[min(tied.name_on)]
             for tied in self.tied
@@ -122,9 +122,10 @@ class StagedModel:
         return task.recording
 
     def call_signature(self, step: Any, micro_batch: Any) -> Any:
-        """Return a hashable key of the model's call in `step(micro_batch)`, which runs up to that call.
+        """Run `step(micro_batch)` up to its call of the model; return a hashable key of that call.
 
-        It has the arguments' signature, the autocast dtypes, the trunk's bools and texts, and each layer's `training`.
+        The key has the arguments' signature, the autocast dtypes, the bool and string attributes of the trunk's
+        modules, and each layer's `training`.
         """
         task = _Task(None, is_signature_only=True)
         with preserving_random_state():
@@ -138,7 +139,7 @@ class StagedModel:
         return (task.call_key, *flags, *modes)
 
     def _sync_skeleton(self) -> None:
-        """Update the skeleton: the modes of the layers, the flags of the trunk, and buffers that have moved."""
+        """Update the skeleton: the modes of the layers, and the plain attributes and the buffers of the trunk."""
         for name in self.layers.stage_of:
             self._skeleton.get_submodule(name).train(self.model.get_submodule(name).training)
         for name in self.layers.trunk:
@@ -198,7 +199,8 @@ class StagedModel:
             before_layers: called before the first layer of the stage.
 
         Returns:
-            (the step's result, None) on the last stage, else (None, the values that cross the boundary after it).
+            (the step's result, None) on the last stage, else (None, the values that cross the boundary after
+            the stage).
         """
         run = StageRun(recording, stage, received, before_layers)
         for fake, name in self._local_parameters:
@@ -234,7 +236,10 @@ class StagedModel:
         return result
 
     def call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a stage's part of the model's forward, or record or compare the call and end the step by ForwardExit."""
+        """Handle the model's call: run a stage's part of its forward, or record or compare the call.
+
+        After recording or comparing, ForwardExit ends the step. Outside of a step, a model in one stage runs as usual.
+        """
         task = self._task
         if task is None:
             if self.layers.num_stages == 1:
@@ -292,7 +297,8 @@ class _Task:
     """The purpose of a step's call of the model.
 
     run: the stage to run; None: record the call, or with `is_signature_only` only its signature.
-    recording, call_key: the result of recording the call, and of computing only its signature.
+    recording: the result of recording the call.
+    call_key: the result of computing only the call's signature.
     num_calls: how often the step has called the model.
     """
 
@@ -314,7 +320,7 @@ def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
 
 
 class _Root:
-    """The forward of a model in stages, whose class gets this first base. The model's hooks run around it as usual."""
+    """The first base of the class of a model in stages. The model's hooks run around this forward as usual."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__[_KEY].call(super().forward, args, kwargs)  # type: ignore[misc]
@@ -326,7 +332,7 @@ def _intercept_layer_calls(model: nn.Module, layers: Layers) -> None:
 
 
 def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode, device: torch.device | None) -> nn.Module:
-    """Return a copy in which parameters and the layers' buffers are fake; the trunk's buffers are not copied."""
+    """Return a copy in which parameters and the layers' buffers are fake; the trunk's buffers are shared."""
     layer_buffers = [buffer for name in layers.stage_of for buffer in model.get_submodule(name).buffers()]
     return fake_copy(model, layer_buffers, fake_mode, device)
 
@@ -334,7 +340,7 @@ def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode, de
 def fake_copy(
     model: nn.Module, buffers: Iterable[Tensor], fake_mode: FakeTensorMode, device: torch.device | None = None
 ) -> nn.Module:
-    """Return a copy with fake tensors, on `device`, for parameters and the given buffers; other buffers are not copied.
+    """Return a copy with fake tensors, on `device`, for parameters and the given buffers; it shares other buffers.
 
     Raises:
         ValueError: the model cannot be copied.

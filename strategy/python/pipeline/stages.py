@@ -10,7 +10,7 @@ from torch import nn
 
 from weft.strategy.recognition.assignments import join
 
-ANY_STAGE = -1  # for layers without parameters, which run wherever they are called
+ANY_STAGE = -1  # for layers without parameters and persistent buffers, which run wherever they are called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Layers:
     trunk: the modules whose forwards call the layers, and the lists and dicts of modules that these hold; they exist on
         every stage, and each stage runs its part of them.
     stage_of: the stage of each layer, or ANY_STAGE, by its name.
-    parameter_stages: the stage of each parameter that a module of the trunk holds itself, by its name.
+    parameter_stages: the stage of each parameter that a module of the trunk holds directly, by its name.
     """
 
     num_stages: int
@@ -38,14 +38,15 @@ def find_layers(
     """Assign layers to stages that begin at the named modules, in the order in which the model registered its modules.
 
     Layers are the named modules and all other children of their ancestors; in place of a list or dict of modules, its
-    items are layers. A layer is on one stage as a whole. If it has neither parameters nor persistent buffers, and is
-    not named itself, it has no stage and runs wherever it is called.
+    items are layers. A layer is on one stage as a whole. If it has neither parameters nor persistent buffers, and no
+    cut names it, it has no stage and runs wherever it is called.
 
     Args:
         cuts: the first module of each stage but the first, such as ["layer3"] or ["model.layers.4", "model.layers.8"].
-        layer_stages: the stages of layers, and of parameters that modules of the trunk hold themselves, that the model
+        layer_stages: the stages of layers, and of parameters that modules of the trunk hold directly, that the model
             does not use in the order in which it registered them.
-        beside: the names of modules inside the model that its forward does not call, such as metrics: no layers.
+        beside: the names of modules inside the model that its forward does not call, such as metrics; they are not
+            layers.
 
     Raises:
         ValueError: a name is unknown, out of order or given twice; a stage does not exist or is empty; one module is on

@@ -35,10 +35,10 @@ class TiedGradients:
                 parameter.grad = None
 
     def sum_over_stages(self) -> None:
-        """Give every copy the sum of all copies' gradients of this step; collective over the ranks that have one.
+        """Sum the gradients of all copies of a parameter in this step, and add earlier gradients; collective.
 
-        Every rank sends its gradient to the others that have a copy, and all add them in the order of the ranks: the
-        sums are equal bit by bit.
+        Every rank with a copy sends its gradient to all other ranks with a copy. Each of these ranks adds the gradients
+        in the order of the ranks: the sums are equal bit by bit.
         """
         for parameter, ranks, earlier in self._copies:
             _sum_over_ranks(parameter, ranks, self._group)
@@ -84,7 +84,7 @@ def secondary_copies(staged: StagedModel) -> list[nn.Parameter]:
 
 
 def _parameter(staged: StagedModel, name: str) -> nn.Parameter:
-    """Return the parameter itself, also inside `local_parameters`, where attributes are local tensors."""
+    """Return the parameter itself, even inside `local_parameters`, where modules' attributes are local tensors."""
     module, _, attribute = name.rpartition(".")
     parameter = staged.model.get_submodule(module)._parameters[attribute]
     assert parameter is not None

@@ -1,17 +1,19 @@
 """Runs one stage's part of a model's own forward.
 
 Every stage runs the unchanged forward of the model, whose layers are distributed over the stages. The stages differ
-only in the results of layer calls:
+only in the results of calls:
 
     layers of earlier stages     return what they returned in the recording: fake tensors, which only have shapes
     layers of this stage         compute, with received tensors in place of the fake tensors
     first layer of a later stage ends the forward by raising `ForwardExit`, which no `except Exception` catches
 
-Code between layers that depends only on the model's inputs (masks, positions) runs on every stage. Values that come
-from layers cross a boundary if a later stage uses them, so every stage in between passes on a skip connection. A
-recording determines these values: one forward of the full model on fake tensors, without arithmetic or memory, for
-each kind of inputs (and, if the code between layers reads values of the inputs, for each combination of these
-values). All stages get the same inputs and make the same recording, so they agree without communication.
+Until the first layer of this stage, torch functions and layers without a stage also return recorded results if an
+argument is a fake tensor. Code between layers that depends only on the model's inputs (masks, positions) computes on
+every stage. Values that come from layers cross a boundary if a later stage uses them, so every stage in between passes
+on a skip connection. A recording determines these values: one forward of the full model on fake tensors, without
+arithmetic or memory, for each kind of inputs (and, if the code between layers reads values of the inputs, for each
+combination of these values). All stages get the same inputs and make the same recording, so they agree without
+communication.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class StageRun(Mode):
         self.sent: list[Tensor] | None = None
 
     def add_value(self, fake: Tensor, value: Tensor) -> None:
-        """Add the value of a parameter of this rank that code between layers reads; it may cross to other stages."""
+        """Add the value of a parameter on this rank that code between layers reads; the value may cross boundaries."""
         idx = self._recording.idx_of(fake)
         if idx is not None:
             self._values.setdefault(idx, value)

@@ -1,4 +1,4 @@
-"""Measures stages for `tune`, which chooses a schedule and a number of micro-batches; prints and draws its results."""
+"""Measures stages for `tune`, which chooses a schedule and micro-batches; formats and draws the results of `tune`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def profile_stages(
         batch: its first samples make the micro-batches of `sizes`.
         loss_fn: as for `Pipeline.step`.
         cuts: the first layer of each stage but the first, by its name in the result of `profile_layers`.
-        sizes: of micro-batches, in samples. Default: an eighth, a quarter, a half and all of the batch. Fewer samples
-            are assumed to take as long as the smallest size.
+        sizes: of micro-batches, in samples. Default: an eighth, a quarter, a half and all of the batch. Smaller
+            micro-batches are assumed to take as long as the smallest size.
         transfer: the time of each boundary's transfer. Default: no time.
         state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
         repeats: see `profile_layers`.
@@ -99,9 +99,10 @@ def _is_tapered(point: TunePoint) -> bool:
 
 
 def draw_tuning(points: Sequence[TunePoint], *, path: str | Path | None = None) -> str:
-    """Draw a step's time against the number of micro-batches, a line for each schedule; return SVG.
+    """Draw a step's time against the number of micro-batches, a line for each schedule; return the SVG.
 
-    Tapered micro-batches have a separate, dashed line. Points above the memory limit are hollow.
+    Tapered micro-batches, whose sizes are not even, have a separate, dashed line. Points above the memory limit are
+    hollow. The SVG is also written to `path`, if given.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -7,7 +7,7 @@ the other stage uses an old value, and no error is raised.
 
 Reference: one run of the model's own code without weights (`verification.weightless`), in eval mode. Candidate, for
 each stage: the same run, in which layers of other stages return copies of their outputs in the reference. The stage is
-right if the inputs of its linear layers and the outputs of its layers are those of the reference, and on the last stage
+right if its linear layers' inputs and its layers' outputs are close to those of the reference, and for the last stage,
 the model's output, too. The linear layers themselves need no check, so no weights are needed.
 """
 
@@ -31,9 +31,9 @@ Outputs = dict[str, list[Any]]  # of each layer, in the order of its calls
 
 
 def verify_cuts(model: nn.Module, layers: Layers, rehearsal: Rehearsal) -> None:
-    """Compare each stage with the full model.
+    """Compare each stage with the full model, except a stage whose run raises.
 
-    rehearsal: recorded calls of the model and its modules; without one of the full model in eval mode, nothing is
+    rehearsal: recorded calls of the model and its modules. If it has no call of the full model in eval mode, nothing is
     compared.
 
     Raises:

@@ -157,7 +157,7 @@ def _has_large_weights(module: nn.Module, total: int) -> bool:
 
 
 def _assign_single(result: Assignments, name: str, layer: nn.Module, total: int) -> None:
-    """Shard a layer outside of groups, with a gathered output, if it is large enough."""
+    """Shard a layer outside of groups by column, with a gathered output, if it is large enough."""
     _, out = features(layer)
     weight = layer._parameters["weight"]
     assert weight is not None
@@ -167,7 +167,7 @@ def _assign_single(result: Assignments, name: str, layer: nn.Module, total: int)
 
 
 def _holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
-    """Return the names of each parameter, with the modules that hold it, by its id."""
+    """Return, by the id of each parameter, (the parameter's name, the module that holds it) for each holder."""
     holders: dict[int, list[tuple[str, nn.Module]]] = {}
     for module_name, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -177,14 +177,15 @@ def _holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
 
 
 def _num_holders(model: nn.Module, unread: set[str]) -> dict[int, int]:
-    """Return under how many names modules hold each parameter, by its id, without the `unread` names."""
+    """Return, by the id of each parameter, under how many names other than `unread` modules hold it."""
     return {key: sum(name not in unread for name, _ in holders) for key, holders in _holders(model).items()}
 
 
 def _unread_biases(model: nn.Module, evidence: Evidence) -> set[str]:
-    """Return the names of linear layers' biases in other modules, which only hold them: they do not read them.
+    """Return the names under which modules hold the bias of a linear layer elsewhere without reading it.
 
-    BERT's head holds the bias of its output layer in this way. Modules that verification could not run do not count.
+    BERT's head holds the bias of its output layer in this way. Modules that verification could not run may read the
+    bias, so their names are left out.
     """
     unread: set[str] = set()
     for holders in _holders(model).values():
@@ -248,7 +249,10 @@ def _assign_attention(
     evidence: Evidence,
     claimed: set[int],
 ) -> list[nn.Module]:
-    """Assign styles to an attention that is recognised by its layers' names and is in no group; return these layers."""
+    """Assign styles to an attention that is recognised by its layers' names and is in no group.
+
+    Returns the layers that are done, with a style or kept replicated; [] if there are none.
+    """
     names = attention.find_attention(module) or attention.find_fused_attention(module)
     if names is None:
         return []
@@ -324,7 +328,7 @@ def _modules_outside_blocks(model: nn.Module) -> list[str]:
 
 
 def _is_output_layer(module: nn.Module, rows: int, num_holders: dict[int, int]) -> bool:
-    """Return whether a layer has plain weights, a bias of its own (if any), and this many output features."""
+    """Return whether a module is a linear layer without DTensors, with `rows` output features and no tied bias."""
     if why_no_linear(module) is not None or _has_dtensors(module) or features(module)[1] != rows:
         return False
     bias = module._parameters["bias"]

@@ -18,7 +18,7 @@ from weft.strategy.verification.evidence import Evidence, assign_gathered, assig
 
 
 def style_of(pattern: str, value: str) -> str:
-    """Return the style for Hugging Face's name of a style; raises ValueError if weft does not have it."""
+    """Return weft's style for Hugging Face's `value`; raises ValueError if weft has no such style."""
     style = HUGGING_FACE_STYLES.get(value, value)
     if style in _plan.STYLES:
         return style
@@ -29,7 +29,7 @@ def style_of(pattern: str, value: str) -> str:
 
 
 def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None) -> Assignments:
-    """Return the styles for the Hugging Face models inside a model, which may be one itself.
+    """Return the styles for the Hugging Face models inside `model`; `model` may itself be a Hugging Face model.
 
     Attention and MLPs are recognised as with "auto", so that heads are verified and fitting MLPs fused. Column and row
     rules that no group of layers confirms are applied with gathered activations, except with verify="never". Rules that
@@ -64,7 +64,7 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
 
 
 def _plans_inside(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Yield (name, plan) of the outermost modules that have one; patterns are relative to the module."""
+    """Yield (name, plan) of the outermost modules that have a plan; its patterns are relative to the module."""
     outer: list[str] = []
     for name, module in model.named_modules():
         if any(not above or name.startswith(f"{above}.") for above in outer):
@@ -178,7 +178,10 @@ def _check_heads(name: str, module: nn.Module, tp_size: int) -> None:
 
 
 def _with_gathered_activations(rule: _plan.Rule, module: nn.Module, evidence: Evidence) -> _plan.Rule:
-    """Return the rule, with a style that gathers activations in place of column or row: it is exact for any code."""
+    """Return a linear layer's column or row rule with the style that gathers activations, which is exact for any code.
+
+    Other rules, and all rules with verify="never", do not change.
+    """
     style = {"column": "column_gather_output", "row": "row_split_input"}.get(rule.style)
     if style is None or why_no_linear(module) is not None or evidence.mode == "never":
         return rule

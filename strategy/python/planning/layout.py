@@ -34,11 +34,12 @@ class MeshSizes(NamedTuple):
 class Sizes:
     """The number of ranks on each axis; "auto": derived from the job's number of ranks.
 
-    data_replicate: replicas of the two inner axes, each with different data; outside of it is only `pipeline_parallel`.
-    data_parallel: ranks with different data, which shard parameters, gradients or states as `zero_stage` says.
+    data_replicate: replicas of the two axes inside it (data_parallel and tensor_parallel), each with different data.
+    data_parallel: ranks with different data, which shard parameters, gradients or optimizer states as `zero_stage`
+        says.
     tensor_parallel: ranks that shard the layers' arithmetic on the same data; the innermost axis, so that neighbouring
         ranks, which are usually on one host, form a group.
-    pipeline_parallel: ranks with different layers; the outermost axis, whose size is never "auto".
+    pipeline_parallel: ranks with different layers; the outermost axis. Its size is never "auto".
     is_layout: whether the sizes come from a layout string; errors then suggest layout strings.
     """
 
@@ -114,7 +115,7 @@ class Sizes:
 
 
 def _layout_of(mesh: str) -> str:
-    """Return the layout string of a mesh as `Mesh` prints it; "dp1" for one rank."""
+    """Return the layout string for a mesh in the text form of `Mesh`; "dp1" for one rank."""
     sizes = Mesh.parse(mesh)
     axes = [(short, sizes.size(name)) for short, name in _SHORT_NAMES.items() if sizes.has_axis(name)]
     return ",".join(f"{short}{size}" for short, size in axes if size > 1) or "dp1"

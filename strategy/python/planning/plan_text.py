@@ -14,7 +14,7 @@ from weft.strategy import _plan
 
 Style = str | Mapping[str, Any]
 StyleOf = Callable[[str, Any], Style | None]  # the style of a module, from its name and the module
-# The styles in transformers' plans, first by the names of its version 5, then by those of version 4.
+# Weft's styles by the names in transformers' plans: the names of version 5, then the remaining ones of version 4.
 HUGGING_FACE_STYLES = {
     "colwise": "column",
     "rowwise": "row",
@@ -138,7 +138,7 @@ def _rule(pattern: Any, value: Any) -> _plan.Rule:
         return _plan.Rule(pattern, HUGGING_FACE_STYLES.get(value, value))
     if isinstance(value, Mapping) and isinstance(value.get("style"), str):
         options = {key: option for key, option in value.items() if key != "style"}
-        if str(options.get("precision")).startswith("torch."):  # a dtype; estimates do without torch
+        if str(options.get("precision")).startswith("torch."):  # a torch.dtype, recognised without importing torch
             options["precision"] = str(options["precision"]).removeprefix("torch.")
         for key in options:
             if key not in _OPTION_TYPES:

@@ -41,7 +41,7 @@ def assign_explicit(
         verify, example: as in `weft.strategy.Plan`.
 
     Raises:
-        ValueError: a rule does not fit the model, naming the module and the remedy.
+        ValueError: a rule does not fit the model; the error names the module and the remedy.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     # Names of layers on other stages count too: a rule may match only there.
@@ -152,7 +152,7 @@ def _divide_heads(result: Assignments, parent: nn.Module, module_name: str, attr
 
 
 def _assign_row_split_input(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
-    if isinstance(module, nn.Embedding):  # like torch's RowwiseParallel: it shards the rows of the table
+    if isinstance(module, nn.Embedding):  # torch's RowwiseParallel, too, shards the rows of the table
         _assign_embedding(result, name, module, _plan.Rule(rule.pattern, "vocab_embedding"))
     else:
         _assign_linear(result, name, module, rule)

@@ -77,7 +77,7 @@ def _check_in_one_run(ids_in_two_runs: set[int], model: nn.Module) -> None:
 def _check_not_shared(roles: dict[int, SequenceRole], model: nn.Module) -> None:
     """Raise for a module of the blocks that is also outside of them, where it gets all tokens and full gradients.
 
-    The gradients from outside would be summed over the ranks, too.
+    These full gradients would wrongly be summed over the ranks.
     """
     blocks = _sharded_blocks(roles, model)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -89,7 +89,7 @@ def _check_not_shared(roles: dict[int, SequenceRole], model: nn.Module) -> None:
 
 
 def _sharded_blocks(roles: dict[int, SequenceRole], model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the blocks between which tokens are sharded, each with a dot."""
+    """Return the names of the blocks between which tokens are sharded, each followed by a dot."""
     ids = {module for module, role in roles.items() if role.kind == "block"}
     return tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if id(module) in ids)
 
@@ -117,7 +117,7 @@ def _inside(assignments: Assignments, block: str) -> dict[str, Assignment]:
 
 
 def _features_into(model: nn.Module, assignments: Assignments, name: str) -> int:
-    """Return the input features of the first column layer inside a module."""
+    """Return the number of input features of the first column layer inside a module."""
     columns = (layer for layer, a in _inside(assignments, name).items() if a.style in COLUMN_STYLES)
     return features(model.get_submodule(next(columns)))[0]
 

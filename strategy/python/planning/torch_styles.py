@@ -23,7 +23,7 @@ _STYLES: list[tuple[type[ColwiseParallel] | type[RowwiseParallel], Any, Any, str
 def replace_torch_styles(rules: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return rules with the names of weft's styles in place of torch's objects; other values do not change.
 
-    With a SequenceParallel, weft shards the activations of the repeated blocks along the sequence, as its own style
+    With a SequenceParallel, weft shards the activations of the repeated blocks along the sequence, as weft's style
     "sequence_parallel" does. A PrepareModuleInput that only gathers or scatters tokens is then left out: weft moves the
     tokens itself.
 

@@ -20,12 +20,12 @@ from weft.strategy.sharding.state import MlpLayers
 class Assignment:
     """The style of one module.
 
-    mlp, activation, recompute: of a fused MLP, whose forward one operator replaces.
+    mlp, activation, recompute: of a fused MLP, whose forward is replaced by one operator.
     fused_into: for a layer of a fused MLP, the name of the MLP.
     rule: the pattern that gave the style, or "auto".
-    container: for column and row layers, the module in whose forward the shards that a column layer returns go to a
-        row layer without a gather; called from other code, the layers take and return full tensors. None: they take
-        and return shards in all calls.
+    container: for column and row layers, the module in whose forward the column layers return shards and the row
+        layers take them. In calls from other code, column layers return full tensors, and row layers take them. None:
+        column layers return shards, and row layers take them, in all calls.
     watched: the attributes of a fused MLP that must keep their values.
     """
 
@@ -54,8 +54,8 @@ class Options:
         return ", ".join(parts + [f"precision {self.precision}"] * bool(self.precision))
 
 
-# The shapes of the tensors with which a module is known to be called; empty: unknown. `InputShapes | None`: None if it
-# is called with arguments other than one tensor.
+# The shapes of the tensors with which a module is known to be called; empty: unknown. `InputShapes | None`: None if
+# the module is called with arguments other than one tensor.
 InputShapes = Sequence[tuple[int, ...]]
 _EXPOSED = (
     "it keeps tensors in attributes, which have one rank's features now; code outside of the model that reads them "
@@ -67,13 +67,14 @@ _EXPOSED = (
 class Assignments:
     """The styles of one model's modules, and all else that a plan decides about them, by the names of the modules.
 
-    heads: by (module, attribute), a rank's value of an attribute that the option `heads` of a rule names; it stays set.
-    counts: by module, a rank's values of attributes; they are set only while the module's forward runs.
+    heads: the values on a rank, by (module, attribute), of the attributes that the option `heads` of a rule names; they
+        are set when the plan is applied, and stay.
+    counts: by module, then by attribute, values on a rank that are set only while the module's forward runs.
     dropouts: by the name of an nn.Dropout, the dims along which its input is sharded.
-    options: of modules whose rule has some, except the recompute of a fused MLP, which is an option of its operator.
+    options: for the modules whose rule gives any. The recompute of a fused MLP is not here, but in its Assignment.
     unread_aliases: names of parameters that their module holds and does not read; they are sharded as in the module
         that reads them.
-    gathered: (module, reason) for modules whose weights are sharded and whose activations are gathered.
+    gathered: (module, reason) for each warning that a module's weights are sharded and its activations gathered.
     exposed: modules that keep tensors of one rank's features in attributes.
     notes: lines of the report, such as on modules that stay replicated.
     remarks: sentences that the user must read.
@@ -93,7 +94,7 @@ class Assignments:
     _probe_results: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     def precision_of(self, module_name: str) -> str:
-        """Return the dtype of the nearest rule at a module or above it; "" without such a rule."""
+        """Return the name of the dtype in the rule of a module, else of the nearest parent; "" if no rule names one."""
         own = self.options.get(module_name, Options()).precision
         return own or (self.precision_of(parent_name(module_name)) if module_name else "")
 
@@ -101,21 +102,24 @@ class Assignments:
         self.notes.append(f"{display_name(module_name)}: left replicated: {reason}")
 
     def divide_heads(self, module_name: str, attribute: str, num_heads: int) -> None:
-        """Record a rank's value of an attribute that counts heads; raises ValueError if it is not a whole number."""
+        """Record num_heads / tp_size as the attribute's value on a rank; raises ValueError if it is no whole number."""
         _plan.check_heads(module_name, attribute, num_heads, self.tp_size)
         self.heads[module_name, attribute] = num_heads // self.tp_size
 
     def find_activation(
         self, container: nn.Module, mlp: MlpLayers, shapes: InputShapes | None
     ) -> tuple[MlpLayers, str] | str:
-        """Call `probe.find_activation`, once for modules with equal signatures and shapes."""
+        """Return the result of `probe.find_activation`, called once for modules with equal signatures and shapes.
+
+        If `shapes` is None, the probe is not called, and the result is a reason.
+        """
         if shapes is None:
             return "it is called with other arguments than one tensor"
         found: tuple[MlpLayers, str] | str = self._cached(probe.find_activation, container, mlp, tuple(shapes))
         return found
 
     def why_not_split(self, container: nn.Module, mlp: MlpLayers) -> str | None:
-        """Call `probe.why_not_split`, once for modules with equal signatures."""
+        """Return the result of `probe.why_not_split`, called once for modules with equal signatures."""
         reason: str | None = self._cached(probe.why_not_split, container, mlp)
         return reason
 
@@ -126,7 +130,10 @@ class Assignments:
         return self._probe_results[key]
 
     def warnings(self) -> list[str]:
-        """Return the remarks, and a sentence on each set of modules with the same problem in a list of blocks."""
+        """Return the remarks, and sentences on problems of modules.
+
+        Modules with the same problem whose names differ only in indices get one sentence.
+        """
         names_by_problem: dict[tuple[str, str], list[str]] = {}  # by pattern and sentence
         for name, reason in self.gathered:
             sentence = f"its weights are sharded and its activations gathered: {reason}."
@@ -146,7 +153,7 @@ class Assignments:
                 self.styles[name] = dataclasses.replace(assignment, rule=rule)
 
     def split_layers(self, container_name: str, mlp: MlpLayers, note: str) -> None:
-        """Give the layers of an MLP column and row styles; its own forward runs."""
+        """Give the layers of an MLP column and row styles; the MLP keeps its own forward."""
         for child in mlp.children:
             style = "row" if child == mlp.down else "column"
             self.styles[join(container_name, child)] = Assignment(style, note, container=container_name)
@@ -193,7 +200,7 @@ def assign_mlp(
     shapes: InputShapes | None,
     recompute: bool = False,
 ) -> str | None:
-    """Give an MLP the fused style, or its layers column and row; return the reason if neither is correct.
+    """Give an MLP the fused style, or its layers column and row styles; return the reason if neither is correct.
 
     Raises:
         ValueError: `recompute` is set for an MLP that cannot be fused.

@@ -29,7 +29,7 @@ _QUERY_COUNTS = ("n_heads", "num_heads", "n_head", "num_attention_heads", "n_loc
 _KEY_COUNTS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads", "n_local_kv_heads")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "d_head", "dim_head", "d_k")
 
-# Parts of names of attributes that count heads, full names of such attributes, and parts of names that do not.
+# An attribute counts heads if its name is in _COUNT_NAMES, or contains one of _COUNT_WORDS and none of _PER_HEAD_WORDS.
 _COUNT_WORDS = ("head", "kv_groups")
 _COUNT_NAMES = ("h", "nh", "nheads", "nhead", "n_h", "num_h", "kv", "n_kv")
 _PER_HEAD_WORDS = ("dim", "size", "hidden", "channels", "width")
@@ -70,7 +70,7 @@ def why_no_linears(module: nn.Module, layers: tuple[str, ...]) -> str | None:
 def assign_attention(
     result: Assignments, name: str, module: nn.Module, projections: tuple[str, str, str, str]
 ) -> str | None:
-    """Give the projections column and row styles and divide the head counts; return the reason if that fails."""
+    """Give the projections column and row styles and divide the head counts; return the reason if it cannot."""
     reason = _why_not_by_heads(module, projections, result.tp_size)
     if reason is not None:
         return reason
@@ -91,7 +91,7 @@ def _counts(module: nn.Module, attributes: tuple[str, ...]) -> dict[str, int]:
 
 
 def _head_norms(module: nn.Module, projections: tuple[str, str, str, str]) -> list[str]:
-    """Return the children that normalize each head's query or key by itself, with weights that all heads share."""
+    """Return the names of the children that normalize each head's query or key, with weights that all heads share."""
     sizes = _counts(module, (*_QUERY_COUNTS, *_HEAD_DIMS))
     query = features(child_of(module, projections[0]))[1]
     head_dim = next((sizes[name] for name in _HEAD_DIMS if name in sizes), None)
@@ -120,10 +120,10 @@ def _why_not_by_heads(module: nn.Module, projections: tuple[str, str, str, str],
 
 
 def _num_heads(module: nn.Module, query_features: int) -> int | None:
-    """Return the number of heads: the module's own count, else the query features by its head size; None: neither.
+    """Return the number of heads: an attribute, else query_features // head size; None without either attribute.
 
-    A module without a count usually views heads by -1, which needs no division. If its code reads a count from
-    a config, that count is not divided, and the view raises a shape error.
+    A module without an attribute that counts heads usually calls view(..., -1, head_dim), which fits a rank's heads. If
+    its code reads the count from a config instead, the count is not divided, and the view raises a shape error.
     """
     counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))
     num_heads = next((counts[name] for name in _QUERY_COUNTS if name in counts), None)
@@ -134,7 +134,7 @@ def _num_heads(module: nn.Module, query_features: int) -> int | None:
 def why_heads_do_not_divide(module: nn.Module, projections: tuple[str, ...], tp_size: int) -> str | None:
     """Return why the heads of separate query, key and value layers do not divide by `tp_size`.
 
-    None: they divide, or no attribute counts them.
+    None: they divide, or no attribute tells their number.
     """
     query, key, value = (features(child_of(module, name))[1] for name in projections[:3])
     counts = _counts(module, (*_QUERY_COUNTS, *_KEY_COUNTS))

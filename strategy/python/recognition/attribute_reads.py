@@ -1,7 +1,7 @@
 """Finds the attributes that a module's forward reads, and checks later that their values are still the same.
 
 A fused operator replaces the forward. It computes the same as the forward only while the attributes that the forward
-reads have the values with which the two were compared.
+reads have the values that they had when operator and forward were compared.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MISSING = "no value"
 class Read(NamedTuple):
     """An attribute that a forward reads.
 
-    path: of the module that has the attribute, relative to the module whose forward runs.
-    name: the attribute's.
+    path: the name of the module that has the attribute, relative to the module whose forward runs.
+    name: the name of the attribute.
     """
 
     path: str
@@ -42,7 +42,8 @@ class Watched(NamedTuple):
 def reads_of(module: nn.Module, run: Callable[[], Any]) -> list[Read]:
     """Return the attributes of a module and the modules inside it that `run` reads, even missing ones.
 
-    `module` must be a copy that is not used elsewhere: its classes change while `run` is called.
+    Attributes that every nn.Module has are left out. `module` must be a copy that is not used elsewhere: it and the
+    modules inside it have other classes while `run` is called.
     """
     reads: dict[Read, None] = {}
     classes = {}
@@ -78,7 +79,10 @@ def why_not_watched(module: nn.Module, reads: list[Read]) -> str | None:
 
 
 def watch(module: nn.Module, reads: list[Read]) -> tuple[Watched, ...]:
-    """Return the attributes and their present values, except parameters and linear layers, which a fused MLP checks."""
+    """Return the attributes and their present values.
+
+    Parameters, which may change, and nn.Linear layers, whose classes a fused MLP checks, are left out.
+    """
     found = []
     for path, name in reads:
         inner = module.get_submodule(path)
@@ -88,7 +92,7 @@ def watch(module: nn.Module, reads: list[Read]) -> tuple[Watched, ...]:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a copy of a plain value, or of a list, tuple or dict of plain values; the class of any other object.
+    """Return a plain value itself, a list, tuple or dict with each item converted likewise, else the object's class.
 
     The results for an attribute of a model and for that of its deep copy are equal.
     """

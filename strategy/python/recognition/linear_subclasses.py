@@ -28,10 +28,10 @@ _results: dict[Any, bool] = {}
 
 
 def computes_linear(module: nn.Linear) -> bool:
-    """Return whether a module's own forward is that of nn.Linear.
+    """Return whether a module's own forward computes the same as that of nn.Linear.
 
     Modules of equal classes and attributes are tried once. False, without a trial, for a module with buffers or with
-    attributes other than numbers, texts, dtypes and devices: their values may change.
+    attributes other than None, numbers, strings, dtypes and devices: their values may change.
     """
     attributes = {name: value for name, value in module.__dict__.items() if name not in _MODULE_ATTRIBUTES}
     if module._buffers or not all(isinstance(value, _PLAIN_TYPES) for value in attributes.values()):

@@ -12,7 +12,7 @@ ROW_STYLES = ("row", "row_split_input")
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is GPT-2's Conv1D, a linear layer whose weight is [in, out]; known by name only."""
+    """Return whether a module is, by the name of its class, GPT-2's Conv1D: a linear layer with a weight [in, out]."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return (
         original_class(module).__name__ == "Conv1D"
@@ -87,7 +87,7 @@ def _calls_super(cls: type[nn.Module]) -> bool:
 
 
 def shard_dims(module: nn.Module, style: str) -> dict[str, int]:
-    """Return, by name, the dims along which a style shards parameters of a module; all others are replicated."""
+    """Return, by name, the dims along which a style shards parameters of a module; other parameters are replicated."""
     state = state_of(module)
     transposed = state.transposed if state is not None else is_conv1d(module)
     if style in COLUMN_STYLES or style == "vocab_head":
@@ -101,7 +101,7 @@ def shard_dims(module: nn.Module, style: str) -> dict[str, int]:
 
 
 def is_worth_gathering(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has two or more dims: gathering a vector costs more in messages than it saves."""
+    """Return whether a parameter has two or more dims: sharding a vector saves too little memory for an all-gather."""
     return parameter.dim() >= 2
 
 

@@ -7,8 +7,9 @@ from torch import nn
 from weft.strategy.recognition.linears import features, why_no_linear
 from weft.strategy.sharding.state import MlpLayers
 
-# (gate, up, down) by the names of Llama-style models, then (up, down).
+# (gate, up, down) by the names in existing models.
 _GATED = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"), ("gate", "up", "down"))
+# (up, down).
 _PLAIN = (
     ("fc1", "fc2"),
     ("linear1", "linear2"),
@@ -24,10 +25,10 @@ NAMES_LOOKED_FOR = ", ".join("/".join(names) for names in (*_GATED, *_PLAIN))
 
 
 def find_by_name(module: nn.Module) -> MlpLayers | None:
-    """Return the MLP whose layers have the usual names among a module's children, or are those of an nn.Sequential.
+    """Return the MLP that a module's children form by their usual names, or by their order in an nn.Sequential.
 
-    The nn.Sequential must begin with one of its two layers with parameters, and have more children, such as an
-    activation.
+    Exactly two children of the nn.Sequential, of which one is the first child, must have parameters, and there must be
+    a third child, such as an activation.
     """
     children = module._modules
     for gate, up, down in _GATED:
@@ -56,7 +57,7 @@ def find_gate_up(module: nn.Module) -> tuple[str, str] | None:
 
 
 def find(module: nn.Module) -> MlpLayers | None:
-    """Return the result of find_by_name, else find the MLP by the shapes of the linear layers among the children."""
+    """Return the result of find_by_name, else the MLP that the linear layers of a module form by their shapes."""
     by_name = find_by_name(module)
     if by_name is not None:
         return by_name

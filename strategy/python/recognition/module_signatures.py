@@ -19,7 +19,10 @@ _NO_CONFIGURATION = ("_parameters", "_buffers", "_modules", "training")
 
 
 def signature(module: nn.Module, with_indices: bool = True) -> tuple[Any, ...]:
-    """Return a key that is equal for equal modules: classes, plain attributes, shapes; other objects by identity.
+    """Return a key of a module and the modules inside it: classes, attributes, shapes and dtypes of tensors.
+
+    Values of parameters and buffers, hooks and `training` do not count. Attributes count by value if they are plain or
+    small, and by identity otherwise.
 
     `with_indices`: include attributes that number the module among others, such as `layer_idx`.
     """
@@ -71,7 +74,10 @@ class Signatures:
 
 
 def argument_signature(args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Return a key that is equal for the arguments of calls that differ only in the values of tensors."""
+    """Return a key that is equal for calls that differ only in the values of tensors and of objects of equal types.
+
+    Objects are all arguments other than tensors, None, numbers and strings, such as caches.
+    """
 
     def of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

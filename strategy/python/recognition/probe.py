@@ -1,7 +1,7 @@
 """Finds out whether an MLP's own forward computes the same as the fused operator, by running both.
 
-The result depends on the forward's code, not on the weights. So the probe gives both sides random float64 weights of a
-few of the hidden units, and inputs of scales 1e-3, 1 and 30: every rank comes to the same result, meta models need no
+The result depends on the forward's code, not on the weights. So the probe gives both sides random float64 weights for
+a few of the hidden units, and inputs of scales 1e-3, 1 and 30: every rank comes to the same result, meta models need no
 values, and zero weights (with which every activation looks the same) do no harm. The inputs have the shape [2, 3, dim]
 and, at scale 1 only, the shapes of the calls that an example makes. The forward runs on a `shell`: a copy of the module
 with its code and these weights (`recognition.shell`).
@@ -59,7 +59,7 @@ def why_not_fused(container: nn.Module, mlp: MlpLayers) -> str | None:
 def find_activation(
     container: nn.Module, mlp: MlpLayers, shapes: Sequence[tuple[int, ...]] = ()
 ) -> tuple[MlpLayers, str] | str:
-    """Return the (mlp, activation) with which the operator agrees with the forward, or the reason why it never does.
+    """Return the (mlp, activation) with which the operator agrees with the forward, or the reason not to fuse.
 
     In the result gate and up are swapped if the forward applies its activation to `mlp.up`.
 
@@ -143,7 +143,7 @@ def why_not_split(container: nn.Module, mlp: MlpLayers) -> str | None:
 
 
 def _stored(shell: nn.Module, before: Mapping[tuple[str, str], Tensor]) -> str:
-    """Return a text on the attribute that holds another tensor than `before`; "" if none does."""
+    """Return a text on the first attribute that holds another tensor than in `before`; "" if none does."""
     names = [name for (module, name), value in plain_tensors(shell).items() if before.get((module, name)) is not value]
     return f"a tensor in the attribute '{names[0]}'" if names else ""
 
@@ -236,7 +236,7 @@ def _agrees(
 
 
 def _hidden_values(container: nn.Module, mlp: MlpLayers, units: slice, training: bool) -> tuple[Tensor, int]:
-    """Return the input of the last layer if only `units` exist, and the number of hidden units they are chosen from."""
+    """Return the input of the down layer if only `units` exist, and the number of hidden units they are chosen from."""
     shell, hidden = _shell_with_hidden(container, mlp, units)
     shell.train(training)
     torch.default_generator.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Makes shells: copies of modules with their code and other tensors, to run a forward on other values."""
+"""Makes shells: copies of modules with the same code and replaced tensors, on which a forward can be tried."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def shell_of(
 
 
 def _attribute_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of a tensor, list or dict, and any other object itself; copy each list or dict only once."""
+    """Return a copy of a tensor, as `_values_of` converts it, or of a list or dict; any other object itself.
+
+    Each list or dict is copied only once.
+    """
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return _values_of(value).clone()
     if type(value) not in (list, dict):
@@ -86,14 +89,14 @@ def _values_of(tensor: Tensor) -> Tensor:
 
 
 def buffer_copies(module: nn.Module) -> dict[int, Tensor]:
-    """Return a copy of each buffer for `shell_of`, on the CPU, floating ones in float64."""
+    """Return copies of the buffers by their ids, for `shell_of`, on the CPU, floating ones in float64."""
     return {id(buffer): _values_of(buffer).clone() for buffer in module.buffers()}
 
 
 def plain_tensors(shell: nn.Module) -> dict[tuple[str, str], Tensor]:
     """Return the tensors that modules keep outside of parameters and buffers, by module and attribute.
 
-    Lists and dicts in attributes are searched, too.
+    Lists, tuples and dicts in attributes are searched, too.
     """
     found: dict[tuple[str, str], Tensor] = {}
 
@@ -121,16 +124,16 @@ def random_input(shape: Sequence[int], scale: float, seed: int) -> Tensor:
 
 
 def random_parameter(shape: Any, fan_in: int, seed: int) -> Tensor:
-    """Return a random float64 parameter that preserves the scale of its input."""
+    """Return a random float64 parameter; a layer with it preserves the scale of its input."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator).div_(max(fan_in, 1) ** 0.5).requires_grad_()
 
 
 @contextlib.contextmanager
 def isolated_execution() -> Iterator[None]:
-    """Inside, gradients are on, autocast and warnings are off, and new tensors are float64 on the CPU.
+    """Inside, gradients are on, CPU autocast and warnings are off, and new tensors are float64 on the CPU.
 
-    Afterwards restore the states of the random generators of torch (on the CPU), Python and numpy.
+    At the end, the states of the random generators of torch (on the CPU), Python and numpy are restored.
     """
     state, dtype = random.getstate(), torch.get_default_dtype()
     numpy = sys.modules.get("numpy")
@@ -150,7 +153,10 @@ def isolated_execution() -> Iterator[None]:
 
 
 def _on_cpu() -> contextlib.AbstractContextManager[Any]:
-    """Inside, create tensors on the CPU. If it is the default, leave out the device context, which slows every call."""
+    """Return a context in which new tensors are on the CPU.
+
+    If the CPU is the default, the context does nothing: a device context slows every call.
+    """
     is_default = torch.get_default_device().type == "cpu"
     return contextlib.nullcontext() if is_default else torch.device("cpu")
 

@@ -15,8 +15,8 @@ from weft.strategy.reports.report_table import Report, report, table_of
 class RankReports:
     """The reports and the pipeline stages of the ranks of a group, in rank order.
 
-    Prints as a table with a line for each rank: its stages, the number of parameters, their bytes, and the first and
-    the last name.
+    `str` gives a table with a line for each rank: its stages, the number of names of parameters (a tied parameter has
+    several), the bytes of the parameters, and the first and the last name. Without a pipeline, stages are ().
     """
 
     reports: tuple[Report, ...]
@@ -46,7 +46,7 @@ class RankReports:
 
 
 def rank_reports(model: nn.Module, group: dist.ProcessGroup | None = None) -> RankReports:
-    """Return each rank's report on its part of a model, for a group (None: the default group); collective."""
+    """Gather the reports of a group's ranks on their parts of a model (None: the default group); collective."""
     from weft.strategy.pipeline import find_staged
 
     found = find_staged(model)

@@ -33,7 +33,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A row for each parameter, and `notes` on what the plan changed or could not shard; prints as a table."""
+    """A row for each name of a parameter, and `notes` on what the plan changed or could not shard; `str`: a table."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
@@ -103,8 +103,8 @@ def table_of(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequen
 def report(model: nn.Module) -> Report:
     """Return the report on the parameters of a model.
 
-    In modules that are not parallelized, their style is "plain" or "dtensor". For a wrapper that adds no parameters,
-    such as Fabric's, the report is that of the parallelized model inside.
+    The style of parameters in modules that are not parallelized is "plain" or "dtensor". For a wrapper that adds no
+    parameters, such as Fabric's, the report is that of the parallelized model inside.
     """
     model = _unwrapped(model)
     rows: list[Row] = []

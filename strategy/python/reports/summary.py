@@ -11,10 +11,10 @@ from weft.strategy.recognition.assignments import parent_name
 from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES
 from weft.strategy.sharding.state import ModuleState, state_of
 
-MAX_LINES = 12  # of a complete start message, to which callers add lines
+MAX_LINES = 12  # of a start message: those of `summary`, and those that callers add
 REPLICATED_FRACTION = 0.05  # of the bytes; above it, replicated parameters are named
 _MAX_KINDS = 5
-_MAX_LAYERS = 3  # of a group that is named by its layers
+_MAX_LAYERS = 3  # layers of one parent that are named; of more, only the class of the parent is
 _STYLE_TEXTS = {
     "column_row_mlp": "fused, by hidden units",
     "vocab_embedding": "by rows",
@@ -29,7 +29,7 @@ def summary(model: nn.Module) -> list[str]:
 
 
 def _kinds(model: nn.Module) -> list[str]:
-    """Return a line with the number of sharded modules by kind and sharding; none without sharded modules."""
+    """Return a line with the number of sharded modules by class and sharding; [] without sharded modules."""
     modules = dict(model.named_modules())
     groups: dict[str, dict[str, str]] = {}  # by parent: the styles of its layers
     sharded: set[str] = set()
@@ -71,7 +71,7 @@ def _group_text(styles: set[str]) -> str:
 
 
 def replicated_lines(model: nn.Module) -> list[str]:
-    """Return a line on the replicated parameters, and one with the three largest if they are over 5 % of the bytes."""
+    """Return a line on the replicated parameters, and above 5 % of the bytes one with the largest three."""
     parameters = list(model.named_parameters())
     full = [(name, p.nbytes) for name, p in parameters if _is_full(p)]
     total, full_bytes = sum(p.nbytes for _, p in parameters), sum(size for _, size in full)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def _item(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Implement `.item()`, which DTensor implements as a read of the rank's own addend of a partial sum.
+    """Implement `.item()`; for a partial sum, DTensor's implementation reads the rank's own addend.
 
     An all-reduce here could hang, because other ranks may not read the number.
 
@@ -28,7 +28,7 @@ def _item(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[
 def _is_any_true_locally(
     mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Tensor:
-    """Implement anomaly detection's check of a gradient locally; if a rank finds a NaN and ends, others lose a peer."""
+    """Implement anomaly detection's check of a gradient locally; if a rank ends at a NaN, other ranks lose a peer."""
     found: Tensor = func(args[0]._local_tensor)
     return found
 

@@ -16,7 +16,7 @@ from weft.strategy.sharding.state import state_of
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 3e-2
 _CHUNK = 1 << 16  # elements
-_FLOOR = 1e-6  # relative to the norm of all gradients; smaller gradients are rounding, as that of a key layer's bias
+_FLOOR = 1e-6  # relative to the norm of all gradients; smaller differences are rounding, as for the bias of a key layer
 
 
 def check_replicated_gradients(
@@ -26,15 +26,15 @@ def check_replicated_gradients(
 ) -> None:
     """Compare the gradients of a parallelized model's replicated parameters over the tensor-parallel group.
 
-    A replicated parameter between a column and a row layer gets only a partial gradient on each rank, and its values
-    diverge between the ranks without an error. Call this once after the first backward, on every rank: it takes one
-    all-gather, and an all-reduce over `data_group`.
+    A replicated parameter between a column and a row layer gets only a partial gradient on each rank. Unless its module
+    has the style replicate_sum_gradients, the parameter's values diverge between the ranks without an error. Call this
+    once after the first backward, on every rank: it takes one all-gather, and an all-reduce over `data_group`.
 
     Args:
         model: a parallelized model.
         fingerprints: the results of `gradient_fingerprint` for gradients that have been freed.
         data_group: the data-parallel ranks, which have different shards of the gradients, or gradients of different
-            data; None: there are none.
+            data; None: no data parallelism.
 
     Raises:
         ValueError: gradients differ, naming the parameters; raised on all ranks of both groups.
@@ -76,7 +76,7 @@ def _mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def _is_replicated(parameter: Tensor, mesh: DeviceMesh) -> bool:
-    """Return whether a parameter is replicated along the tensor-parallel axis, whatever FSDP2 does along others."""
+    """Return whether a parameter is replicated along the tensor-parallel axis, whatever FSDP2 does along other axes."""
     if not isinstance(parameter, DTensor):
         return False
     parameter_mesh = parameter.device_mesh
@@ -90,8 +90,9 @@ def _is_replicated(parameter: Tensor, mesh: DeviceMesh) -> bool:
 def gradient_fingerprint(parameter: Tensor) -> Tensor:
     """Return [gradient exists (0 or 1), its norm, its sum with fixed random signs], `[3]`, float64.
 
-    Partial gradients differ between ranks in the last two. The gradient is read in chunks to save memory: one
-    replicated parameter may be most of a model.
+    For a gradient that is a DTensor, norm and sum are those of the local tensor. Both differ between ranks if the
+    gradients are partial. The gradient is read in chunks to save memory: one replicated parameter may be most of a
+    model.
     """
     if parameter.grad is None:
         return torch.zeros(3, dtype=torch.float64)

@@ -92,7 +92,7 @@ def is_full(parameter: DTensor) -> bool:
 
 class _Thread(threading.local):
     depth = 0  # of nested forwards and `local_parameters`
-    mode: TorchFunctionMode | None = None  # of the innermost `local_parameters`
+    mode: TorchFunctionMode | None = None  # that `reading_locals` entered last, also while suspended
     suspended_at = 0  # the depth of the forward that suspended the mode; 0: the mode is active or None
 
 
@@ -131,7 +131,7 @@ def reading_locals(mode: TorchFunctionMode | None = None) -> Iterator[None]:
 
 
 def enter_forward() -> None:
-    """Begin what `reading_locals` does, without the cost of a context manager; end it by `exit_forward`."""
+    """Begin what `reading_locals()` does, without a context manager, and suspend the mode, until `exit_forward`."""
     _THREAD.depth += 1
     if _THREAD.mode is not None and _THREAD.suspended_at == 0:
         _suspend()
@@ -146,7 +146,7 @@ def exit_forward() -> None:
 
 
 def _suspend() -> None:
-    """Suspend the mode, unless another mode was entered after it, which must be exited first."""
+    """Suspend the mode, but not under torch.compile, nor if a mode entered later must be exited first."""
     if not torch.compiler.is_compiling() and _get_current_function_mode() is _THREAD.mode:
         _THREAD.mode.__exit__(None, None, None)
         _THREAD.suspended_at = _THREAD.depth

@@ -15,11 +15,11 @@ active_mode: contextvars.ContextVar[Any] = contextvars.ContextVar("weft_pipeline
 
 
 class RemoteLayer(nn.Module):
-    """A layer of another stage: it has no parameters and no modules.
+    """A layer of another stage: it has no modules and, except inside `placeholder_parameters`, no parameters.
 
-    Plain attributes are those of `skeleton`, because code between layers reads some. So are parameters and modules
-    while a forward is intercepted (`active_mode`): they have fake tensors, and results computed with them are received
-    from the layer's stage. At other times, reading a tensor or a module raises AttributeError.
+    Plain attributes are those of `skeleton`, because code between layers reads some. While a forward is intercepted
+    (`active_mode`), parameters and modules are those of `skeleton`, too: they have fake tensors, and results computed
+    with them are received from the layer's stage. At other times, reading a tensor or a module raises AttributeError.
 
     skeleton: the same layer in a copy of the full model that has fake tensors.
     """
@@ -68,8 +68,9 @@ class RemoteLayer(nn.Module):
 def placeholder_parameters(model: nn.Module, device: torch.device) -> Iterator[list[nn.Parameter]]:
     """Inside, each RemoteLayer has an empty parameter of the same name and dtype for each parameter of its layer.
 
-    It has as many dims, at least one. Code that sorts a model's parameters by names or dims, as for an optimizer's
-    groups, then gives the same groups on every stage, and no empty list of parameters, which optimizers reject.
+    An empty parameter has as many dims as the layer's, at least one. Code that sorts a model's parameters by names or
+    dims, as for parameter groups, then gives the same groups on every stage, and no empty list of parameters, which
+    optimizers reject. Yields the empty parameters.
     """
     remote_layers = [module for module in model.modules() if type(module) is RemoteLayer]
     placeholders: list[nn.Parameter] = []

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """A run of adjacent blocks of one list.
+    """Adjacent blocks of one list, between which tokens are sharded.
 
     lengths: (tokens of the full sequence, tokens of this rank) in the current forward, which may be a recomputed one;
     None before the first forward.
@@ -36,7 +36,7 @@ class Region:
 
     @contextlib.contextmanager
     def with_lengths(self, lengths: tuple[int, int] | None) -> Iterator[None]:
-        """Inside, use these lengths, those of the forward that is recomputed; the last forward may have had others."""
+        """Inside, use the lengths of the forward that is recomputed; the last forward may have had other lengths."""
         before, self.lengths = self.lengths, lengths
         try:
             yield
@@ -62,10 +62,10 @@ class Region:
 class SequenceRole:
     """The role of a module in a region.
 
-    kind: "block": an entry of the list; "gathers": its input is gathered for the layers inside; "inside": one of its
-    column layers; "scatters": one of its row layers, which reduce-scatters its output; "fused": an MLP whose operator
-    gathers and reduce-scatters; "sharded": computes on this rank's tokens; "dropout": an nn.Dropout on this rank's
-    tokens.
+    kind: "block": an entry of the list; "gathers": its input is gathered for the layers inside; "inside": a column
+    layer in a module that "gathers"; "scatters": a row layer in such a module, which reduce-scatters its output;
+    "fused": an MLP whose operator gathers and reduce-scatters; "sharded": computes on this rank's tokens; "dropout": an
+    nn.Dropout on this rank's tokens.
     features: the size of the last dim of the input tokens, by which a "block" and a module that "gathers" tell tokens
     from masks and tables.
     is_first_block, is_last_block: whether a block is the first, or the last, of the region.
@@ -79,13 +79,14 @@ class SequenceRole:
 
     @property
     def needs_gradient_sum(self) -> bool:
-        """Return whether its parameters see only this rank's tokens, so that their gradients must be summed."""
+        """Return whether the module's parameters see only this rank's tokens, so that gradients must be summed."""
         return self.kind in ("block", "sharded")
 
     def prepare_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a forward's arguments, of which the first that is a tensor of tokens is gathered or scattered.
+        """Return a forward's arguments, with the first tensor of tokens scattered or gathered.
 
-        A tensor is gathered only if it has as many tokens as this rank's shard, which tells it from a mask.
+        The first block scatters, a module that "gathers" gathers, and for all others the arguments do not change. A
+        tensor is gathered only if it has as many tokens as this rank's shard, which distinguishes it from a mask.
         """
         if self.kind == "block" and not self.is_first_block:
             self._check_tokens(args, kwargs)
@@ -132,7 +133,7 @@ class SequenceRole:
         return has_tokens and value.shape[-1] == self.features
 
     def finish_output(self, output: Any) -> Any:
-        """Return a forward's result, gathered if the module is the last block; for a tuple, its first item."""
+        """Return a forward's result, gathered if the module is the last block; of a tuple, only the first item is."""
         if not self.is_last_block:
             return output
         if isinstance(output, tuple):

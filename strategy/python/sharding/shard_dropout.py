@@ -32,7 +32,8 @@ class ShardedDim:
         """Return the dim along which a rank's tensor is a shard of the full one; None if the shapes are equal.
 
         Raises:
-            ValueError: the shapes differ in more than one dim, or by another factor than `num_ranks`.
+            ValueError: the shapes differ in their number of dims, in more than one dim, or by another factor than
+                `num_ranks`.
         """
         differing = [dim for dim, (a, b) in enumerate(zip(full_shape, shard_shape, strict=False)) if a != b]
         if len(full_shape) == len(shard_shape) and not differing:

@@ -19,7 +19,7 @@ TENSOR_PARALLEL = "tensor_parallel"
 
 
 def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axis to shard over: "tensor_parallel" of a mesh with names, else the only axis.
+    """Return the axis to shard over: a mesh of one axis itself, whatever its name, else its axis "tensor_parallel".
 
     Raises:
         TypeError: `mesh` is not a DeviceMesh.
@@ -46,9 +46,10 @@ def group_name_of(mesh: DeviceMesh) -> str:
 
 
 def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bool]:
-    """Return a DTensor of `tensor`: sharded along `dim` (a copy of this rank's shard); None: replicated (no copy).
+    """Return a DTensor of `tensor`: sharded along `dim`, with a copy of this rank's shard; None: replicated.
 
-    The second result: whether a deferred tensor had to be materialized in full to make a shard of it.
+    A replicated tensor, or one on a mesh of one rank, is not copied. The second result: whether a deferred tensor had
+    to be materialized in full to make a shard of it.
     """
     num_ranks = mesh.size()
     is_sharded = dim is not None and num_ranks > 1
@@ -70,7 +71,7 @@ def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, 
 
 
 def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tuple[nn.Parameter, bool]:
-    """Return a Parameter with the values of a plain one as a DTensor: sharded along `dim`, or replicated if that is None.
+    """Return a Parameter with the values of a plain one as a DTensor: sharded along `dim`; None: replicated.
 
     Shards follow torch.chunk (the last ones smaller or empty). Attributes set on the parameter, requires_grad and the
     gradient are kept; a meta tensor stays meta. The second result: whether a deferred parameter had to be materialized

@@ -63,9 +63,9 @@ class ModuleState:
     is_layer_of_fused: bool = False  # it is a layer of a fused MLP
     sequence_role: SequenceRole | None = None  # its role if activations are sharded along the sequence
     precision: torch.dtype | None = None  # the dtype that it computes in; None: no rule names one
-    local_attributes: tuple[tuple[str, int], ...] = ()  # (name, value on this rank during the forward): head counts
+    local_attributes: tuple[tuple[str, int], ...] = ()  # (name, value on this rank in the forward), as for head counts
     dropout_inputs: tuple[ShardedDim, ...] = ()  # for an nn.Dropout between column and row layers: dims of its inputs
-    scope: Scope | None = None  # of a column or row layer: the forward in which it returns or takes shards; None: any
+    scope: Scope | None = None  # of a column or row layer: the forward in which it returns or takes shards; None: all
     own_scope: Scope | None = None  # of a module that contains such layers: its forward
     plan_key: Any = None  # on the root: `key()` of the applied plan, by which another plan is detected
     plan_notes: tuple[str, ...] = ()  # on the root: the notes of the report

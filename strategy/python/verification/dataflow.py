@@ -44,7 +44,7 @@ class Flow:
         return self._groups(lambda targets: targets)
 
     def blocked_groups(self) -> list[Group]:
-        """Return the sets of layers that would be groups if the module's output did not depend on the sources, too."""
+        """Return the sets of layers that would be groups if the module did not also return the outputs of sources."""
         groups = self.groups()
         return [group for group in self._groups(lambda targets: targets - {OUTPUT}) if group not in groups]
 

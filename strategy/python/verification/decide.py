@@ -1,4 +1,4 @@
-"""Decides how the linear layers of a model are sharded: finds the groups of its modules and gives each a verdict.
+"""Decides how the linear layers of a model are sharded: finds groups (`dataflow.Group`) and gives a verdict on each.
 
 Modules are examined from the inside out, each with the arguments of its recorded calls, so that a group is found in the
 smallest module that contains all of it. Modules of equal code, configuration and arguments are examined once.
@@ -22,13 +22,13 @@ from weft.strategy.verification.heads import Counts, Verdict, verdict_on
 from weft.strategy.verification.rehearsal import Call, Rehearsal
 from weft.strategy.verification.weightless import Layers, Weightless
 
-_MAX_CALLS_OF_LAYERS = 64  # in one examined module; the groups of a larger one are found in the modules inside it
+_MAX_CALLS_OF_LAYERS = 64  # in an examined module; with more calls, only the modules inside it are examined
 _MAX_CANDIDATES = 12  # sets of attributes that are tried for one group
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """One group of a model, the module that contains all of it, and the verdict on sharding this module by heads."""
+    """One group of a model, the smallest module that contains all of it, and the verdict on sharding it by heads."""
 
     container: str
     group: Group
@@ -67,9 +67,9 @@ def decide(
 
 
 def verdict_with(model: nn.Module, rehearsal: Rehearsal, num_ranks: int, decision: Decision, counts: Counts) -> Verdict:
-    """Return the verdict on a group if these attributes, and no others, have these values on a rank.
+    """Return the verdict on a group with the attributes in `counts`, and no others, set to a rank's values.
 
-    `counts`: by module below the group's container.
+    `counts`: by name of a module inside the group's container, then by attribute.
     """
     module = model.get_submodule(decision.container)
     with isolated_execution():
@@ -119,7 +119,7 @@ class _Examiner:
         layers = set[int]().union(*(each.layers for each in results))
         if id(module) in self.free:
             layers.add(id(module))
-        # A group that no child contains has layers in several children, or a child returns the outputs of its sources.
+        # A group that no child contains has layers in several children, or a child returns outputs of the sources.
         may_have_more = sum(bool(each.layers) for each in results) > 1 or any(each.is_blocked for each in results)
         calls = self._calls(module)
         ungrouped = _Ungrouped(layers, any(each.is_blocked for each in results))
@@ -147,8 +147,9 @@ class _Examiner:
     def _confirm(self, name: str, group: Group, verdict: Verdict) -> Verdict:
         """Return the verdict after a second comparison, in the outermost module that was called.
 
-        Only groups whose modules keep tensors in attributes need it: code of the modules around them may use these. The
-        code around the outermost module, such as a training_step, cannot be compared.
+        Only groups whose modules keep tensors in attributes need a second comparison: modules around them may use these
+        tensors. Such a group is rejected with `rejects_stored`, or if its own container is the outermost module that
+        was called: the code outside, such as a training_step, cannot be compared.
         """
         if not verdict.is_accepted or not verdict.has_stored_tensors or self.trust:
             return verdict
@@ -177,8 +178,8 @@ class _Examiner:
     def _verdict_on(self, module: nn.Module, group: Group, calls: Sequence[Call]) -> Verdict:
         """Return the verdict on a group, from all calls.
 
-        - A module equal to an earlier one gets its verdict, and so does a module without recorded calls that differs
-          from an earlier one only in its index, such as `layer_idx`.
+        - A module equal to an earlier one gets the earlier verdict, and so does a module without recorded calls that
+          differs from an earlier one only in its index, such as `layer_idx`.
         - A module with recorded calls that differs only in its index from an accepted one is compared on one call and
           the shards of two ranks, which rotate from module to module; if that rejects it, it is compared in full.
         - All other modules are compared in full.
@@ -207,7 +208,7 @@ class _Examiner:
         try:
             run = weightless.run(args, kwargs, training=calls[0].training)
             return flow_of(run) if len(run.calls) <= _MAX_CALLS_OF_LAYERS else None
-        except Exception:  # its code may raise anything: it may need state that its parent sets, or not run twice
+        except Exception:  # the user's code may raise: it may need state that the parent sets, or fail in a second run
             return None
 
     def _compare(
@@ -253,7 +254,7 @@ def _is_read(module: nn.Module, rehearsal: Rehearsal) -> bool:
 
 
 def _indivisible_counts(container: nn.Module, group: Group, num_ranks: int) -> str:
-    """Return a text on the first attribute that seems to count heads and does not divide by the ranks; "" if none."""
+    """Return a text on the first attribute that seems to count heads and does not divide by `num_ranks`; "" if none."""
     modules = dict(container.named_modules())
     sizes = {features(modules[layer])[1] for layer in group.sources}
     for module in modules.values():
@@ -269,8 +270,8 @@ def _indivisible_counts(container: nn.Module, group: Group, num_ranks: int) -> s
 def _candidates(container: nn.Module, group: Group, num_ranks: int) -> Iterator[Counts]:
     """Yield sets of attributes with their divided values, likeliest first: no attributes, then those named like heads.
 
-    They have these values while their module's forward runs. The comparison rejects wrong sets; the names of attributes
-    only decide the order of the attempts.
+    Attributes equal to the width of a layer, and others that divide such a width, follow. The comparison rejects wrong
+    sets; the names of attributes only decide the order of the attempts.
     """
     yield {}
     modules = dict(container.named_modules())

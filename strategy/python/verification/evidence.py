@@ -1,4 +1,4 @@
-"""Collects the evidence on a model before it is sharded: its calls, and which groups compute the same by heads."""
+"""Collects the evidence on a model before it is sharded: calls of its modules, and verdicts on its groups of layers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _REHEARSAL = "_weft_rehearsal"
 
 
 def store_rehearsal(model: nn.Module, example: Any = None) -> Rehearsal:
-    """Return the rehearsal of a full model (the calls of its modules), and store it for when only some layers are left.
+    """Return the rehearsal of a full model (the calls of its modules), and store it on the model.
 
-    A plan applied then uses it. If a rehearsal is stored already, it is returned.
+    A plan that is applied later, when the model has only the layers of some pipeline stages, uses the stored rehearsal.
+    If one is stored already, no other is made.
     """
     if model.__dict__.get(_REHEARSAL) is None:
         model.__dict__[_REHEARSAL] = StoredRehearsal(model, None if example is None else sample_of(example))
@@ -35,10 +36,10 @@ def store_rehearsal(model: nn.Module, example: Any = None) -> Rehearsal:
 
 
 class StoredRehearsal:
-    """The rehearsal of a full model, for the layers of it that remain on a rank.
+    """The rehearsal of a full model, for the layers of the model that remain on a rank.
 
     A rehearsal refers to modules and parameters by their ids. Objects made later may reuse the ids of those that are
-    gone, so both are found again by their names.
+    gone, so modules and parameters are found again by their names.
     """
 
     def __init__(self, model: nn.Module, example: Sample | None) -> None:
@@ -62,7 +63,7 @@ class StoredRehearsal:
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if name in self._parameters
         }
-        # Calls of a module that is gone are kept for those like it, under a key that is no id.
+        # Calls of a module that is gone are kept for remaining modules like it, under a key that is no id.
         keys = {key: module_ids.get(key, -1 - number) for number, key in enumerate(known.calls)}
         return Rehearsal(
             calls={keys[key]: calls for key, calls in known.calls.items()},
@@ -84,8 +85,9 @@ class Evidence:
     """The rehearsal of a model, made on first use, and the conclusions from it.
 
     Args:
-        mode: "auto" or "always": groups are compared; "never": groups are accepted without a comparison.
-        example: a call of the model, as `Plan` takes it; None: inputs follow from its first layer.
+        mode: "auto" or "always": groups are compared; "always" also rejects those that keep tensors in attributes;
+            "never": groups are accepted without a comparison.
+        example: a call of the model, as `Plan` takes it; None: see `samples.samples_for`.
     """
 
     def __init__(self, model: nn.Module, tp_size: int, mode: str = "auto", example: Any = None) -> None:
@@ -98,7 +100,7 @@ class Evidence:
         return rehearse(self.model, self._example) if known is None else known.for_model(self.model)
 
     def remarks(self) -> list[str]:
-        """Return a sentence on an example that is not used."""
+        """Return a sentence on an `example_input_array` with which the model cannot be called; else []."""
         is_verified = self.tp_size > 1 and self.mode != "never"
         if not is_verified or self._example is not None or example_of(self.model) is None:
             return []
@@ -112,10 +114,10 @@ class Evidence:
         ]
 
     def input_shapes(self, module: nn.Module) -> InputShapes | None:
-        """Return the shapes of the tensor with which an example calls a module; [] if they are unknown.
+        """Return the shapes of the tensor with which an example calls a module; [] if they are unknown or not needed.
 
-        None: a call has other arguments than one tensor. Without an example, a module whose forward takes one argument
-        is not rehearsed for this.
+        None: a recorded call has other arguments than one tensor. Shapes are unknown without an example, and not needed
+        on one rank or in the mode "never".
         """
         has_example = self._example is not None or example_of(self.model) is not None
         if self.tp_size == 1 or self.mode == "never" or (not has_example and _takes_one_argument(module)):
@@ -152,7 +154,7 @@ class Evidence:
         return id(module) in self.rehearsal.called
 
     def is_covered(self, module: nn.Module) -> bool:
-        """Return whether a module is inside a module that could be called as a whole."""
+        """Return whether a module, or one around it, could be called as a whole."""
         return id(module) in self.rehearsal.covered
 
     def is_read(self, module: nn.Module) -> bool:
@@ -174,10 +176,10 @@ def _takes_one_argument(module: nn.Module) -> bool:
 
 
 def assign_group(result: Assignments, decision: Decision, note: str = "") -> list[str]:
-    """Give a group column and row styles if it computes the same by heads, else styles with gathered activations.
+    """Give a group column and row styles if its verdict is accepted, else styles with gathered activations.
 
     Returns:
-        The names of the group's layers and, if it computes the same, of the modules whose gradients are summed.
+        The names of the group's layers and, if its verdict is accepted, of the modules whose gradients are summed.
     """
     verdict, name = decision.verdict, decision.container
     if verdict.is_accepted:

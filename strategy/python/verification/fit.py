@@ -18,12 +18,13 @@ def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None
     """Check that column and row rules fit together, as far as the forward can be run.
 
     Layers that do not compute the same by heads, or that were not called in the rehearsal (the runs before sharding),
-    are reported in a remark. With verify="never" nothing is checked.
+    are reported in a remark. Nothing is checked on one rank or with verify="never".
 
     Raises:
-        ValueError: a column layer whose output reaches another layer than a row layer, or leaves the model; a row layer
-            whose input comes from a layer that is not a column layer; with verify="always", also what is otherwise a
-            remark, and groups that cannot be compared.
+        ValueError: the output of a column layer reaches a layer that is neither row nor replicate_sum_gradients, or
+            leaves the model; the input of a row layer comes from a layer that is neither column nor
+            replicate_sum_gradients; with verify="always", also what is otherwise a remark, and groups that cannot be
+            compared.
     """
     styles = {name: a.style for name, a in result.styles.items() if a.style in ("column", "row") and not a.fused_into}
     if not styles or evidence.tp_size == 1 or evidence.mode == "never":
@@ -110,7 +111,7 @@ class _Flows:
         try:
             run = Weightless(self._modules[name]).run(args, kwargs, training=calls[0].training)
             return flow_of(run) if len(run.calls) <= _MAX_LAYERS else None
-        except Exception:  # its code may raise anything: it may need state that its parent sets, or not run twice
+        except Exception:  # the user's code may raise: it may need state that the parent sets, or fail in a second run
             return None
 
 

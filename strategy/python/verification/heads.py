@@ -12,8 +12,8 @@ reference:
     all other values and gradients                       are equal
 
 The layers themselves need no check: column and row operators are exact for any weight, so the runs need no weights.
-Every process runs the candidates of all ranks (or of `ranks`) from the same seeds, without communication, so all
-processes reach the same verdict.
+Every process runs the candidates of all ranks (or of some, see `verdict_on`) from the same seeds, without
+communication, so all processes reach the same verdict.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.strategy.verification.dataflow import Group
 from weft.strategy.verification.rehearsal import Call
 from weft.strategy.verification.weightless import Run, ShardContext, Weightless, drawn
 
-Counts = Mapping[str, Mapping[str, int]]  # by name of a module inside the container: attribute -> value on a rank
+Counts = Mapping[str, Mapping[str, int]]  # by name of a module inside the compared one: attribute -> value on a rank
 
 _TOLERANCE = 1e-9
 _ROUNDED_TOLERANCE = 5e-6  # for code that itself rounds to float32
@@ -45,12 +45,13 @@ _MAX_ELEMENTS = 1 << 24  # of one parameter outside of the linear layers
 class Verdict:
     """The result of comparing a group.
 
-    counts: one rank's values of attributes that hold numbers of heads; set only while their module's forward runs.
+    counts: one rank's values of attributes, such as numbers of heads; set only while their module's forward runs.
     summed: the modules whose own parameters get a partial gradient on each rank.
     dropouts: by the name of an nn.Dropout that gets a rank's shard of its input, the sharded dims.
     has_stored_tensors: whether modules keep tensors of one rank's heads in attributes, which other code may read.
     reason: why the group was not accepted, as the end of a sentence; "" if it was.
-    difference: the largest relative difference from the reference.
+    difference: the largest relative difference from the reference; for a rejection, the one that is too large,
+        or 0 if none was measured.
     is_compared: False if the group was rejected without a comparison.
     """
 
@@ -72,14 +73,14 @@ def verdict_on(
     candidates: Sequence[Counts],
     ranks: Sequence[int] | None = None,
 ) -> Verdict:
-    """Return the verdict on the first candidate with which all calls agree, else one of the rejections.
+    """Return the verdict on the first candidate with which all calls agree, else a rejection.
 
-    That is the first rejection with a measured difference, or the first of all.
+    This is the first rejection with a measured difference; without a measured difference, the first rejection.
 
     Args:
         candidates: divided values of attributes that may count heads, likeliest first.
-        ranks: those whose shards are compared; None: all. Gradients that are sums over ranks are compared
-            only for all.
+        ranks: the ranks whose shards are compared; None: all. Gradients that are sums over ranks are compared only if
+            all ranks are.
     """
     largest = max((p.numel() for p in _parameters_outside_layers(container)), default=0)
     if largest > _MAX_ELEMENTS:
@@ -361,7 +362,7 @@ class _Comparison:
 class _Gradients:
     """Gradients with respect to layers' outputs (`leaves`), parameters (by id) and arguments.
 
-    Where there is no gradient, there is None, or no entry.
+    Where there is no gradient, lists have None, and `parameters` has no entry.
     """
 
     leaves: list[Tensor | None]
@@ -424,7 +425,10 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _relative(actual: Tensor, reference: Tensor) -> float:
-    """Return the norm of the difference over that of the reference; a NaN agrees with a NaN at the same index."""
+    """Return the norm of the difference, divided by the norm of the reference.
+
+    A NaN agrees with a NaN at the same index, and an infinity with an equal one.
+    """
     nan = reference.isnan()
     if bool(nan.any()) or bool(actual.isnan().any()):
         if not torch.equal(nan, actual.isnan()):

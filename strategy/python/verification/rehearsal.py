@@ -21,7 +21,7 @@ from weft.strategy.verification.samples import Sample, samples_for
 from weft.strategy.verification.weightless import Layers, Weightless
 
 _MAX_CALLS = 2  # recorded calls of a module in one run
-_MAX_ALIKE = 5  # recorded calls, in one run, of modules that differ only in index attributes, by kind of arguments
+_MAX_ALIKE = 5  # recorded calls, in one run, of all modules that differ only in indices, with equal kinds of arguments
 _SCALES = (1.0, 3.0)  # standard deviations of the layers' outputs in the two runs
 _MAX_DEPTH = 4  # levels of modules that are called by themselves
 
@@ -39,7 +39,7 @@ class Call:
     scale: float
 
     def kind(self) -> tuple[Any, ...]:
-        """Return a key that is equal for calls that differ only in the values of tensors."""
+        """Return a key of mode, scale and arguments; see `argument_signature`."""
         return self.training, self.scale, argument_signature(self.args, self.kwargs)
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -93,8 +93,8 @@ def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
     if example is not None and "" in result.why_not:
         raise ValueError(
             f"plan: {type(model).__name__} cannot be called with the example ({result.why_not['']}); give arguments "
-            "that its forward takes, or leave the example out; a LightningModule without a forward must define one, such as "
-            "def forward(self, x): return self.model(x)."
+            "that its forward takes, or leave it out; a LightningModule without a forward must define one, such "
+            "as def forward(self, x): return self.model(x)."
         )
     return result
 
@@ -118,7 +118,7 @@ def _rehearse_modules(result: Rehearsal, module: nn.Module, name: str, example: 
 
 
 def _try(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | None:
-    """Run a module in both modes. Returns None on success, the reason on failure, "" if no call of it is known."""
+    """Run a module in both modes. Returns None on success, the reason on failure, "" if there is no sample."""
     pairs: Iterable[tuple[Sample, Sample]] = samples_for(module) if example is None else ((example, example),)
     reason = ""
     for pair in pairs:
@@ -190,7 +190,10 @@ def _modules_with(modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -
 
 
 def copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return copies of arguments: tensors detached, with their requires_grad; objects such as caches deep-copied."""
+    """Return copies of arguments: tensors detached, with their requires_grad; objects such as caches deep-copied.
+
+    Modules, configs, callables, and objects that cannot be copied are passed on.
+    """
 
     def copy_of(leaf: Any) -> Any:
         if id(leaf) in memo:
@@ -212,7 +215,10 @@ def copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _memoize_tensors(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
-    """Enter copies of the tensors inside an object into deepcopy's memo: it cannot copy tensors with a graph."""
+    """Enter copies of the tensors inside an object into the memo of deepcopy, which cannot copy non-leaf tensors.
+
+    Modules and configs are entered as their own copies.
+    """
     if id(value) in seen:
         return
     seen.add(id(value))

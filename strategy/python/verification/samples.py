@@ -1,4 +1,4 @@
-"""Makes arguments to call a module with: from an example, from a Hugging Face config, or from the first layer."""
+"""Makes arguments to call a module with: from an example, from a Hugging Face config, or from the first layers."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def samples_for(module: nn.Module) -> Iterator[tuple[Sample, Sample]]:
-    """Yield pairs of calls, of two lengths, that the module may accept, the likeliest first.
+    """Yield pairs of calls that the module may accept, for train and eval mode, of two lengths, the likeliest first.
 
-    An `example_input_array` comes first, twice in its pair.
+    An `example_input_array` comes first, as both calls of its pair.
     """
     example = example_of(module)
     if example is not None:
@@ -127,7 +127,7 @@ def _kinds(module: nn.Module) -> list[_Kind]:
 
 
 def _image_sizes(module: nn.Module) -> list[int]:
-    """Return the image sizes that attributes of modules give."""
+    """Return the first two image sizes that attributes of modules give."""
     sizes = []
     for inner in module.modules():
         for name in ("img_size", "image_size", "input_size"):
@@ -139,7 +139,7 @@ def _image_sizes(module: nn.Module) -> list[int]:
 
 
 def _make_call(names: list[str], kind: _Kind, length: int) -> Sample | None:
-    """Return a call with a value for each required argument: `kind` for the first, by their names for the others."""
+    """Return a call with a value for each required argument: of `kind` for the first, chosen by name for the others."""
     values: list[Tensor | None] = [_make_input(kind, length)]
     for name in names[1:]:
         lower = name.lower()

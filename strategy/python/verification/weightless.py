@@ -134,7 +134,7 @@ class Weightless:
     Args:
         module: any module; it is not changed.
         scale: the standard deviation of the layers' outputs.
-        full_values: draw every parameter outside the layers element by element, however large.
+        full_values: draw all rows of parameters outside the layers, however large; False: large ones repeat one row.
     """
 
     def __init__(self, module: nn.Module, scale: float = 1.0, full_values: bool = False) -> None:
@@ -184,7 +184,8 @@ class Weightless:
                 returns the output to use, which may have fewer features.
             wrap: a function that gets a module's name, its copy and the copy's forward, and returns the forward to use;
                 called for each module whose own code runs.
-            shard_context: the full run of which this run computes one rank's shard; dropouts use their shard of masks.
+            shard_context: the full run, and the rank whose shard this run computes; dropouts with a sharded input use
+                that rank's shard of the full mask.
         """
         shell = shell_of(self.module, self.values, buffer_copies(self.module))
         run = Run([], {})
@@ -281,7 +282,7 @@ class Weightless:
             shape = (*input.shape[:-1], fan_out)
             number = counts.get(name, 0)
             if number < len(full_calls) and full_calls[number].output.shape == shape:
-                # The draw of the full run, which is the same: a copy takes less time than random numbers.
+                # The full run drew the same values; to copy them takes less time than to draw them again.
                 counts[name] = number + 1
                 output = full_calls[number].output.detach().clone()
             else:
