@@ -28,7 +28,7 @@ Rows = dict[str, dict[str, int]]
 
 
 def wanted_rows(with_real_size: bool) -> list[tuple[str, str, bool, int]]:
-    """Return (workload, column, small, ranks) of weft's rows: all small ones, and some of the real size if asked for.
+    """Return (workload, configuration, small, num_ranks) of weft's rows: all of small models, and some of real size.
 
     The rows of stock Lightning are left out, because the time at which gloo's threads release a tensor differs from run
     to run.

@@ -93,7 +93,7 @@ def one_process(sizes: Sequence[int]) -> Step:
 def weft_steps(
     kind: str, cuts: list[str], counts: tuple[int, ...], shares: Sequence[int] | None = None
 ) -> dict[int, Step]:
-    """Return a step for each number of micro-batches; `kind`: the schedule; `shares`: their relative sizes."""
+    """Return a step for each number of micro-batches; `kind`: the schedule; `shares`: relative micro-batch sizes."""
     model = full_model()
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
     pipeline = Pipeline(model, mesh, cuts, schedule=kind, micro_batch_shares=shares)

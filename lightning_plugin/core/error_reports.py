@@ -1,7 +1,7 @@
 """Prints the traceback of an error once, even if several ranks raise the error.
 
-The ranks of a host that write to one stderr share a log of the errors that have been printed: an unnamed file, which
-one rank makes and the others open through /proc. A rank that fails locks the log (its *turn*) and looks for its error.
+The ranks of a host share a log of the errors that have been printed, each with the stderr: an unnamed file, which one
+rank makes and the others open through /proc. A rank that fails locks the log (its *turn*) and looks for its error.
 It prints one line that names the rank with the same error or, if there is none, prints the traceback and adds an entry
 for the error to the log. The kernel releases the lock of a rank that dies in its turn; the next rank finds no entry and
 prints. A rank that gets no turn within TURN_SECONDS, that has no log, or whose stderr is another file prints its
@@ -31,7 +31,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-# Below the grace periods of process_guard.py, after which a rank that still waits for its turn is killed.
+# Shorter than the grace periods of process_guard.py, after which a rank that still waits for its turn is killed.
 TURN_SECONDS = 1.0
 _POLL_SECONDS = 0.005
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+\b")
@@ -143,7 +143,7 @@ def _rank() -> int:
 
 
 def _stderr_identity() -> str:
-    """Return device and inode of the file behind stderr: a rank's separate file must contain that rank's errors."""
+    """Return device and inode of stderr, so that a rank with a stderr file of its own prints its tracebacks there."""
     status = os.fstat(sys.stderr.fileno())
     return f"{status.st_dev}:{status.st_ino}"
 
@@ -160,7 +160,7 @@ def _signature(kind: type[BaseException], error: BaseException, trace: Traceback
         parts += [f"{frame.filename}:{frame.lineno}" for frame in frames]
         parts += each.format_exception_only()
         to_do += [other for other in (each.__cause__, each.__context__) if other is not None]
-        to_do += getattr(each, "exceptions", None) or []  # of a group, from Python 3.11 on
+        to_do += getattr(each, "exceptions", None) or []  # of an ExceptionGroup
     text = _ADDRESS.sub("0x", "\n".join(parts))
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 

@@ -1,10 +1,11 @@
 """Sets up data loaders: keeps their order and compares their lengths between ranks.
 
-The ranks of a tensor-parallel group and the stages of a pipeline have equal data ranks and get the same batches. Ranks
-with different data ranks get different batches, and need the same number only if they exchange tensors in every batch.
+The ranks of a tensor-parallel group and the stages of a pipeline have the same data-parallel rank and get the same
+batches. Data-parallel ranks get different batches, and need the same number only if they exchange tensors in every
+batch.
 
 Lengths are gathered when a loader is set up. The Trainer compares those of validation, test and prediction loaders at
-once; if those of training loaders differ, it compares the numbers of batches that will run at the next training step.
+once; if those of training loaders differ, the next training step compares the numbers of batches that will run.
 If lengths are unknown or unreliable or, under Fabric, differ, a `LockstepLoader` checks before each batch that all
 ranks or none have another batch. With check_batches=0 and check_batches_every=0, nothing is compared.
 """
@@ -52,7 +53,7 @@ class Loaders:
         return self._engine.batch_check.is_on and self._engine.mesh.size() > 1
 
     def begin_epoch(self) -> None:
-        """Compare the next batch between ranks."""
+        """Request that the next batch be compared between ranks."""
         for check in (self._engine.batch_check, self._engine.stages.batch_check):
             check.begin_epoch()
 
@@ -70,7 +71,9 @@ class Loaders:
     def check_next(self, loader_name: str, advice: str, exchanged: str | None, has_batch: bool) -> None:
         """Raise ValueError if some ranks have another batch and others do not.
 
-        Collective over all ranks; if `exchanged` is None, over the ranks that get the same batches as this rank.
+        Collective over all ranks, or, if `exchanged` is None, over the ranks that get the same batches as this rank.
+
+        exchanged: the tensors that data-parallel ranks exchange in every batch, such as "gradients"; None: none.
         """
         states = self.gather_states(int(has_batch), from_all_ranks=exchanged is not None)
         check_equal_states(states, exchanged, describe_next, loader_name, advice)
@@ -80,7 +83,9 @@ class FabricLoaders(Loaders):
     """The loaders of `fabric.setup_dataloaders`; the user's code loops over them."""
 
     def with_length_check(self, dataloader: Any, modules: Sequence[Module]) -> Any:
-        """Return a loader whose loops compare ranks before each batch unless lengths are known and equal; collective.
+        """Return a loader that checks before each batch that all ranks have one, unless lengths are known to be equal.
+
+        Collective.
 
         modules: the strategy's list, to which modules set up later are appended. Data-parallel ranks must run equally
             many batches if FSDP2 shards one of these modules.
@@ -116,7 +121,7 @@ class TrainerLoaders(Loaders):
         self._has_logged_order = False
 
     def prepare(self, trainer: Any) -> None:
-        """Prepare for the loaders of a run, before the Trainer sets them up."""
+        """Disable Lightning's distributed sampler for one data-parallel rank; call it before loaders are set up."""
         self._training_lengths_differ = False
         if self._engine.data_axes.size == 1:
             # Every rank gets all the data. Lightning's distributed sampler would shuffle any training data.
@@ -177,7 +182,7 @@ class TrainerLoaders(Loaders):
             self._compare_training_lengths()
 
     def _compare_training_lengths(self) -> None:
-        """Raise ValueError if ranks run different numbers of batches before max_steps, or between validations."""
+        """Raise ValueError if ranks would run different numbers of batches in this epoch, or between validations."""
         self._training_lengths_differ = False
         trainer = self._strategy.lightning_module.trainer
         end = _batches_before_max_steps(trainer)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:
     StockTrainerStrategy = object
 
-# The default of `empty_init`: the Trainer passes no argument around configure_model, and init_module passes its own.
+# The default of `empty_init`: the Trainer passes no argument around configure_model; init_module passes True or False.
 _IN_CONFIGURE_MODEL = object()
 
 
@@ -38,8 +38,8 @@ def _check_no_averaging(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if {"StochasticWeightAveraging", "WeightAveraging"} & {cls.__name__ for cls in type(callback).__mro__}:
             raise ValueError(
-                f"the callback {type(callback).__name__} averages into a copy of the full model, which "
-                "sharded weights cannot be averaged into; leave it out, and average the weights of checkpoints instead."
+                f"the callback {type(callback).__name__} averages weights into a copy of the full model, which is not "
+                "supported for sharded weights; leave it out, and average the weights of checkpoints instead."
             )
 
 
@@ -71,7 +71,10 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:
-        """As the stock one; with a plan, meta parameters become deferred ones instead (see `Options.empty_init`)."""
+        """As the stock one; with a plan, parameters created inside are deferred.
+
+        In `configure_model` they replace real ones, with `empty_init=True` meta ones; see `Options.empty_init`.
+        """
         in_configure_model = empty_init is _IN_CONFIGURE_MODEL
         if self.plan is None or not self._engine.options.empty_init or not (in_configure_model or empty_init):
             with super().tensor_init_context(**({} if in_configure_model else {"empty_init": empty_init})):
@@ -130,7 +133,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             )
 
     def _wrap_gradient_hooks(self) -> None:
-        """Run on_after_backward, on_before_optimizer_step (also of callbacks) and clipping in the context of steps."""
+        """Make on_after_backward, on_before_optimizer_step and clipping see parameters as steps do, callbacks, too."""
         for name in CALL_GRADIENT_HOOKS:
             method = getattr(type(self.precision_plugin), name).__get__(self.precision_plugin)
             setattr(self.precision_plugin, name, with_local_parameters(method, self._module_in_stages()))
@@ -141,7 +144,8 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     def _shard_model(self) -> bool:
         module = self.lightning_module
         entry_points = [name for name in STEPS if is_overridden(name, module, "LightningModule")]
-        before = parameters_of(self.model)  # local to this method: torch cannot move a DTensor with weak references
+        # Weak references, gone when the stock setup moves the model: torch cannot move a DTensor that has one.
+        before = parameters_of(self.model)
         has_meta_tensors = apply_plan(
             self._engine,
             self.model,
@@ -159,8 +163,9 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         if self.plan is None or "configure_model" in vars(module):
             yield
             return
+        # Lightning compares code objects: a lambda has one of its own, `original` may have that of the base class.
         original = module.configure_model
-        module.configure_model = lambda: original()  # noqa: PLW0108  (`original` itself has the code that is not overridden)
+        module.configure_model = lambda: original()  # noqa: PLW0108
         try:
             yield
         finally:

@@ -348,7 +348,7 @@ def test_weight_averaging_raises(rank: int, world_size: int, tmp_path: Path, nam
     on_warm_rank(rank, world_size)
     callback = StochasticWeightAveraging(1e-2) if name == "swa" else EMAWeightAveraging()
     run = trainer(world_size, "weft_fsdp", tmp_path, callbacks=[callback])
-    with pytest.raises(ValueError, match="averages into a copy of the full model"):
+    with pytest.raises(ValueError, match="averages weights into a copy of the full model"):
         run.fit(Model(), loader())
 
 

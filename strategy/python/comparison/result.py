@@ -51,7 +51,7 @@ class ParameterDifference:
 
 @dataclasses.dataclass(frozen=True)
 class OutputDifference:
-    """The module whose output is the first to differ in the forward of the first step, in the order of forwards' ends.
+    """The module whose output is the first to differ in the first forward, in the order in which forwards return.
 
     module, kind: the module's name and class.
     position: the output's place in that order, from 0.
@@ -67,14 +67,14 @@ class OutputDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A model trained by a layout and a plan, against the same model unsharded; prints as tables and a verdict.
+    """A model trained with a layout and a plan, against the same model unsharded; prints as tables and a verdict.
 
     Attributes:
         setting: one line on the model and the training.
         tolerance: the largest relative difference that counts as agreement.
-        tolerance_note: the reason, if the tolerance is larger than the dtype's; else "".
+        tolerance_note: why the tolerance is larger than the default of the dtype; "": it is not.
         losses: by step.
-        parameters: by largest difference; after a failure, those below the failing module first.
+        parameters: by largest difference; after a failure, those inside the failing module first.
         first_output: the first module whose output differs; None: no compared output of the first forward differs.
         failure: the error of the sharded model and the module that raised it; "": none.
         draws_random_numbers: whether the unsharded forward draws from torch's CPU generator, as CPU dropout does.
@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Return the result in one sentence."""
+        """Return the result in one line."""
         allowed = f"(tolerance {self.tolerance:g}{self.tolerance_note})"
         if self.failure:
             return f"differ: {self.failure}"
@@ -133,8 +133,8 @@ class Comparison:
         first = self.first_output
         if first is None and any(loss.difference > self.tolerance for loss in self.losses[:1]):
             return (
-                "the outputs of all modules in the first forward agree, and its loss does not: code around them reads "
-                "other tensors, such as attributes of modules, which have one rank's features"
+                "the outputs of all modules in the first forward agree, and its loss does not: code outside of "
+                "modules probably reads a tensor, such as an attribute, of which a rank has only a shard"
             )
         if first is None:
             return "the outputs of the first forward agree"

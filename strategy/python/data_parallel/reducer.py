@@ -83,7 +83,7 @@ class GradientReducer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, backwards leave gradients local; the next backward outside averages the accumulated gradients."""
+        """Inside, backwards leave gradients local; `finish` outside averages the accumulated gradients."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -98,8 +98,8 @@ class GradientReducer:
         if parameter not in bucket.pending:
             raise RuntimeError(
                 f"GradientReducer: '{self._names[parameter]}' got a gradient from a second backward before those "
-                "of the first were averaged; run backwards through the strategy (fabric.backward, manual_backward), or "
-                "to accumulate gradients, all but the last one in fabric.no_backward_sync."
+                "of the first were averaged; call backward through the strategy (fabric.backward, manual_backward); to "
+                "accumulate gradients, run all backwards but the last in fabric.no_backward_sync."
             )
         bucket.pending.discard(parameter)
         while self._next_bucket < len(self._buckets) and not self._buckets[self._next_bucket].pending:
@@ -127,7 +127,7 @@ class GradientReducer:
             bucket.pending = set(bucket.parameters)
 
     def finish_if_needed(self) -> None:
-        """Average gradients that a backward has left local, if there are any; for a step without `finish` before it."""
+        """Call `finish` if a backward has run outside of `paused` since the last one; for calls before a step."""
         if self._has_local_gradients:
             self.finish()
 

@@ -33,9 +33,10 @@ def shell_of(
     """Return a copy of a module with its original class and replaced parameters and buffers.
 
     `parameters` and `buffers` map the id of each of the module's tensors to its replacement. Plain attributes are the
-    same objects, except that tensors, lists and dicts are copied, so that the copy's forward does not change the
-    module's. Hooks are left out: the copy's forward runs no user code except that of the module itself. A module that
-    is used twice is copied once; `memo` maps the ids of copied modules, lists and dicts to their copies.
+    same objects, except that tensors (converted to the CPU and float64), lists and dicts are copied, so that the
+    copy's forward does not change those of the original. Hooks are left out: the copy's forward runs no user code
+    except that of the module itself. A module that is used twice is copied once; `memo` maps the ids of copied modules,
+    lists and dicts to their copies.
     """
     memo = {} if memo is None else memo
     if id(module) in memo:
@@ -61,7 +62,7 @@ def shell_of(
 
 
 def _attribute_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of a tensor, as `_values_of` converts it, or of a list or dict; any other object itself.
+    """Return a tensor that `_values_of` has converted, a copied list or dict, or any other object unchanged.
 
     Each list or dict is copied only once.
     """
@@ -118,7 +119,7 @@ def plain_tensors(shell: nn.Module) -> dict[tuple[str, str], Tensor]:
 
 
 def random_input(shape: Sequence[int], scale: float, seed: int) -> Tensor:
-    """Return normal float64 values with this standard deviation, the same on every rank."""
+    """Return normal float64 values with the standard deviation `scale`, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tuple(shape), dtype=torch.float64, generator=generator).mul_(scale)
 

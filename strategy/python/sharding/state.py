@@ -50,13 +50,13 @@ class ModuleState:
     mesh: DeviceMesh
     group_name: str
     name: str = ""  # the name in the model that parallelize was called with
-    is_root: bool = False  # parallelize was called with it; its forward also explains errors of sharded modules
+    is_root: bool = False  # parallelize was called with it; its forward explains errors that sharded modules raise
     rule: str = ""  # the pattern that gave the style, or "auto"
     note: str = ""
     mlp: MlpLayers | None = None  # the layers of a fused MLP
     activation: str = ""  # of a fused MLP
     recompute: bool = False  # a fused MLP saves only its input for the backward
-    watched: tuple[Any, ...] = ()  # `attribute_reads.Watched` of a fused MLP
+    watched: tuple[Any, ...] = ()  # `attribute_reads.Watched`: what a fused MLP assumes of attributes; else it raises
     child_classes: tuple[type, ...] = ()  # of a fused MLP's layers, in the order of `mlp.children`
     transposed: bool = False  # the weight is [in, out], as in GPT-2's Conv1D
     vocab_start: int = 0  # for a vocab_embedding or vocab_head: the first row on this rank
@@ -64,9 +64,9 @@ class ModuleState:
     sequence_role: SequenceRole | None = None  # its role if activations are sharded along the sequence
     precision: torch.dtype | None = None  # the dtype that it computes in; None: no rule names one
     local_attributes: tuple[tuple[str, int], ...] = ()  # (name, value on this rank in the forward), as for head counts
-    dropout_inputs: tuple[ShardedDim, ...] = ()  # for an nn.Dropout between column and row layers: dims of its inputs
-    scope: Scope | None = None  # of a column or row layer: the forward in which it returns or takes shards; None: all
-    own_scope: Scope | None = None  # of a module that contains such layers: its forward
+    dropout_inputs: tuple[ShardedDim, ...] = ()  # for an nn.Dropout between column and row layers: sharded dim by input
+    scope: Scope | None = None  # of a column or row layer: the enclosing forward outside of which it gathers
+    own_scope: Scope | None = None  # of the smallest module that contains a group of such layers: its forward
     plan_key: Any = None  # on the root: `key()` of the applied plan, by which another plan is detected
     plan_notes: tuple[str, ...] = ()  # on the root: the notes of the report
 
@@ -103,7 +103,7 @@ def with_values(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return `function(*args, **kwargs)`; during the call a module's attributes have these (name, value) pairs."""
+    """Return `function(*args, **kwargs)`; during the call a module's attributes are set to `values`, (name, value)."""
     before = [(name, getattr(module, name)) for name, _ in values]
     for name, value in values:
         setattr(module, name, value)
@@ -122,7 +122,7 @@ def child_of(module: nn.Module, name: str) -> nn.Module:
 
 
 def cached(function: _Function) -> _Function:
-    """Return `functools.cache` of a function of module classes, which type checkers do not accept as hashable."""
+    """Return `functools.cache(function)`, cast because type checkers do not accept module classes as hashable."""
     return cast("_Function", functools.cache(function))
 
 
