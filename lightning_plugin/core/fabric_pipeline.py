@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from weft._plugin.checkpoint import without_none
+
 if TYPE_CHECKING:
     from weft._plugin.engine import Engine
 
@@ -19,7 +21,7 @@ def train_batch(engine: Engine, batch: Any, loss_fn: Callable[[Any, Any], Tensor
     model = _PrecisionWrapper(engine.precision, pipeline.model)
     with pipeline.failures.report_failures():
         with engine.data_axes.without_sync([pipeline.model]):
-            loss = pipeline.step(batch, lambda micro_batch: loss_fn(model, micro_batch), **_without_none(arguments))
+            loss = pipeline.step(batch, lambda micro_batch: loss_fn(model, micro_batch), **without_none(**arguments))
         engine.data_axes.after_backward()
     engine.first_gradients.check([pipeline.model])
     return loss
@@ -35,7 +37,7 @@ def evaluate_batch(
     engine.stages.check_batch("evaluation", batch)
     pipeline = engine.stages.existing_pipeline()
     model = _PrecisionWrapper(engine.precision, pipeline.model)
-    return pipeline.evaluate(batch, lambda micro_batch: step(model, micro_batch), **_without_none({"split": split}))
+    return pipeline.evaluate(batch, lambda micro_batch: step(model, micro_batch), **without_none(split=split))
 
 
 class _PrecisionWrapper:
@@ -50,7 +52,3 @@ class _PrecisionWrapper:
         with self._precision.forward_context():
             output = self._model(*args, **kwargs)
         return self._precision.convert_output(output)
-
-
-def _without_none(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if value is not None}

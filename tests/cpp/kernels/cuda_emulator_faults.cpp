@@ -48,6 +48,10 @@ __global__ void shuffle_kernel(bool has_fault) {
   __shfl_xor_sync(~0U, 1.0F, 1);
 }
 
+__global__ void partial_mask_kernel(bool has_fault) {
+  __shfl_xor_sync(has_fault ? 0xFFFFU : ~0U, 1.0F, 1);
+}
+
 __global__ void unset_kernel(float* numbers, bool has_fault) {
   __shared__ float values[kThreads];
   if (!has_fault) values[threadIdx.x] = 0;
@@ -87,6 +91,8 @@ void return_before_barrier(bool has_fault) { run(return_kernel, {1, kThreads}, h
 
 void shuffle_without_lane(bool has_fault) { run(shuffle_kernel, {1, 32}, has_fault); }
 
+void shuffle_with_partial_mask(bool has_fault) { run(partial_mask_kernel, {1, 32}, has_fault); }
+
 void read_unset_shared(float* numbers, bool has_fault) {
   run(unset_kernel, {1, kThreads}, numbers, has_fault);
 }
@@ -107,6 +113,12 @@ void launch_too_many_threads(bool has_fault) { run(empty_kernel, {1, has_fault ?
 
 void launch_with_too_much_shared(bool has_fault) {
   run(empty_kernel, {1, 32, (48U * 1024) + (has_fault ? 1U : 0U)});
+}
+
+void ask_for_too_much_shared(bool has_fault) {
+  cudaFuncSetAttribute(shared_kernel,
+                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       settings().device.shared_bytes_per_block + (has_fault ? 1 : 0));
 }
 
 }  // namespace weft::cuda_emulator::testing

@@ -19,6 +19,9 @@ void return_before_barrier(bool has_fault);
 // Fault: one lane leaves a shuffle out.
 void shuffle_without_lane(bool has_fault);
 
+// Fault: the mask of a shuffle lacks lanes.
+void shuffle_with_partial_mask(bool has_fault);
+
 // Adds shared memory to numbers; fault: it is not set before.
 void read_unset_shared(float* numbers, bool has_fault);
 
@@ -36,5 +39,8 @@ void launch_too_many_threads(bool has_fault);
 
 // Fault: more dynamic shared memory than a kernel gets without asking.
 void launch_with_too_much_shared(bool has_fault);
+
+// Asks for all dynamic shared memory of the device; fault: one byte more.
+void ask_for_too_much_shared(bool has_fault);
 
 }  // namespace weft::cuda_emulator::testing

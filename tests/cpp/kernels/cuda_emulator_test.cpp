@@ -86,6 +86,15 @@ TEST(CudaEmulator, FindsShuffleThatALaneDoesNotReach) {
             "block 0 x 0 x 0, warp 0: 31 of 32 lanes reached a shuffle of all");
 }
 
+TEST(CudaEmulator, FindsShuffleWithAPartialMask) {
+  EXPECT_EQ(error_of([] { shuffle_with_partial_mask(false); }), "none");
+  const std::string error = error_of([] { shuffle_with_partial_mask(true); });  // of any thread
+  EXPECT_TRUE(error.ends_with(" of block 0 x 0 x 0 shuffles with a mask that lacks lanes"))
+      << error;
+  EXPECT_EQ(error_of([] { shuffle_with_partial_mask(false); }), "none")
+      << "after an abandoned block";
+}
+
 TEST(CudaEmulator, PoisonsSharedMemory) {
   auto numbers = counted();
   read_unset_shared(numbers.data(), /*has_fault=*/false);
@@ -121,6 +130,12 @@ TEST(CudaEmulator, ChecksTheSizesOfLaunches) {
   EXPECT_EQ(error_of([] { launch_with_too_much_shared(false); }), "none");
   EXPECT_EQ(error_of([] { launch_with_too_much_shared(true); }),
             "a launch asks for 49153 bytes of dynamic shared memory, of 49152");
+  const Device& device = settings().device;
+  EXPECT_EQ(error_of([] { ask_for_too_much_shared(false); }), "none");
+  EXPECT_EQ(error_of([] { ask_for_too_much_shared(true); }),
+            "a kernel is allowed " + std::to_string(device.shared_bytes_per_block + 1) +
+                " bytes of dynamic shared memory, and " + device.name + " has " +
+                std::to_string(device.shared_bytes_per_block));
 }
 
 }  // namespace

@@ -25,6 +25,9 @@ class EmulatorOrder : public ::testing::Environment {
                      : order == "reverse" ? cuda_emulator::Order::kReverse
                                           : cuda_emulator::Order::kRandom;
     if (settings.order == cuda_emulator::Order::kRandom) settings.seed = std::stoull(order);
+    settings.device = order == "forward"   ? cuda_emulator::kSm90
+                      : order == "reverse" ? cuda_emulator::kSm80
+                                           : cuda_emulator::kSm100;
   }
 };
 

@@ -57,6 +57,10 @@ std::vector<Case> all_cases() {
           ++variant;
         }
       }
+      // The gradients of the parameters do not fit into the shared memory of a block.
+      cases.push_back(
+          {type, norm, 5, 30008, Layout::kContiguous, Params::kOfComputeType, true, true});
+      cases.push_back({type, norm, 5, 30007, Layout::kContiguous, Params::kOfStorage, true, false});
       // Every combination at one size in whole packs, in which the packed kernels run.
       for (const auto params : {Params::kNone, Params::kOfStorage, Params::kOfComputeType}) {
         for (const bool has_residual : {false, true}) {

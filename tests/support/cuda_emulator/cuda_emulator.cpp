@@ -64,7 +64,7 @@ constexpr std::size_t kFirstFrameBytes = 1024;  // more than main_of_fibre() tak
 constexpr std::size_t kLargestValue = 16;       // of a shuffle, in bytes
 constexpr int kPoison = 0xFF;
 
-// What a fibre is doing, as the scheduler sees it.
+// The state of a fibre, by which the scheduler selects the next one.
 enum class State { kReady, kAtBarrier, kAtShuffle, kEnded };
 
 struct Fibre {

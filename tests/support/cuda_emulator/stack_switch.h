@@ -24,7 +24,7 @@ struct StackPoint {
 
 // Makes `point` a call of `main`, which must not return, on an empty stack.
 inline void start_on_stack(StackPoint& point, char* stack, std::size_t num_bytes, void (*main)()) {
-  // What weft_switch_stack pops: six registers, and the return address. A function begins with a
+  // weft_switch_stack pops six registers, and then the return address. A function begins with a
   // stack pointer that is 8 bytes beyond a multiple of 16.
   constexpr std::size_t kNumSaved = 6;
   const auto end = reinterpret_cast<std::uintptr_t>(stack + num_bytes) & ~std::uintptr_t{15};

@@ -53,8 +53,7 @@ struct Settings {
 // The settings of later launches.
 Settings& settings();
 
-// What a kernel must not do: too large a launch, a barrier or shuffle that not all threads reach,
-// an access to shared memory beyond what was asked for.
+// A launch beyond the limits of the device, or a barrier or shuffle that not all threads reach.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
