@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kMaxStatisticsThreads)
 // All blocks with the same blockIdx.y process one row at a time, together. The thread that reads an
 // element of the logits also writes it, so the gradient may overwrite the logits.
 template <typename Storage, int kWidth>
-__global__ void __launch_bounds__(kGradientThreads)
+__global__ void __launch_bounds__(kGradientThreads, kMinBlocks<Storage>)
     gradient_kernel(const CrossEntropyGradientJob job) {
   using Scalar = ScalarOf<Storage>;
   const int64_t thread_idx = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -23,7 +23,8 @@ inline constexpr int kElementwiseBlocksPerMultiprocessor = 8;
 
 // Processes kWidth elements at a time and the remainder one by one.
 template <typename Operation, int kWidth, typename Job>
-__global__ void __launch_bounds__(kElementwiseThreads) elementwise_kernel(const Job job) {
+__global__ void __launch_bounds__(kElementwiseThreads, kMinBlocks<typename Operation::Storage>)
+    elementwise_kernel(const Job job) {
   const int64_t thread_idx = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t num_threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
   const int64_t num_packs = job.num_elements / kWidth;

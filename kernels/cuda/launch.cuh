@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 #include <utility>
 
 // Helpers of every launch: device attributes, alignment of arrays, dispatch on the element type,
@@ -48,6 +49,11 @@ void visit_storage(detail::StorageType type, const Visit& visit) {
       return visit.template operator()<c10::Half>();
   }
 }
+
+// The second argument of __launch_bounds__; 0 leaves the number of registers to the compiler. For
+// float64 it would spill some, to make more threads resident than the arithmetic needs.
+template <typename Storage>
+inline constexpr int kMinBlocks = std::is_same_v<Storage, double> ? 1 : 0;
 
 struct LaunchShape {
   dim3 num_blocks;

@@ -21,7 +21,8 @@ using detail::StorageType;
 // Each block processes one row at a time. A row is read up to three times, after the first time
 // from the caches: each thread reads the same packs again.
 template <typename Storage, typename Params, int kWidth>
-__global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_kernel(const NormForwardJob job) {
+__global__ void __launch_bounds__(kMaxThreads, kForwardBlocks)
+    norm_forward_kernel(const NormForwardJob job) {
   using Scalar = ScalarOf<Storage>;
   __shared__ Scalar shared[kWarpSize];
   const int64_t step = static_cast<int64_t>(blockDim.x) * kWidth;
@@ -82,26 +83,37 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_forward_kernel(const Norm
   }
 }
 
+// sums[i * stride] += values[i]
+template <typename Scalar, int kWidth>
+__device__ __forceinline__ void add_strided(Scalar* sums,
+                                            int64_t stride,
+                                            const Scalar (&values)[kWidth]) {
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) sums[i * stride] += values[i];
+}
+
 // Each block processes one row at a time, as above. It accumulates its rows' parameter gradients in
 // shared memory and stores them to its segment of `partial_sums` at the end; if they do not fit
 // into shared memory (`sums_are_shared` is false), it accumulates them in that segment. In shared
 // memory, the elements of a pack are num_packs apart, so that neighbouring threads access
 // neighbouring banks. A column is accumulated by one thread only, so there are no races.
 template <typename Storage, typename Params, int kWidth>
-__global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const NormBackwardJob job,
-                                                                       int num_params,
-                                                                       bool sums_are_shared,
-                                                                       void* partial_sums) {
+__global__ void __launch_bounds__(kMaxThreads, kBackwardBlocks) norm_backward_kernel(
+    const NormBackwardJob job, int num_params, bool sums_are_shared, void* partial_sums) {
   using Scalar = ScalarOf<Storage>;
   __shared__ Scalar shared[kWarpSize];
   const int64_t step = static_cast<int64_t>(blockDim.x) * kWidth;
   const int64_t num_packs = job.row_size / kWidth;
   const Scalar size = static_cast<Scalar>(job.row_size);
   Scalar* segment = static_cast<Scalar*>(partial_sums) + blockIdx.x * num_params * job.row_size;
-  Scalar* sums = sums_are_shared ? static_cast<Scalar*>(dynamic_shared_memory()) : segment;
-  const int64_t stride = sums_are_shared ? num_packs : 1;    // between elements of a pack
-  const int64_t pack_stride = sums_are_shared ? 1 : kWidth;  // between packs
-  for (int64_t i = threadIdx.x; i < num_params * job.row_size; i += blockDim.x) sums[i] = 0;
+  auto* shared_sums = static_cast<Scalar*>(dynamic_shared_memory());
+  for (int64_t i = threadIdx.x; i < num_params * job.row_size; i += blockDim.x) {
+    if (sums_are_shared) {
+      shared_sums[i] = 0;
+    } else {
+      segment[i] = 0;
+    }
+  }
   __syncthreads();
   for (int64_t row = blockIdx.x; row < job.num_rows; row += gridDim.x) {
     const int64_t row_begin = row * job.row_size;
@@ -117,14 +129,21 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Nor
       load_pack<Storage>(job.grad_y, row_begin + column, grad_y);
       load_pack<Storage>(job.v, row_begin + column, v);
       load_params<Params>(job.weight, column, Scalar(1), weight);
+      Scalar grad_weight[kWidth];
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) {
         const Scalar n = (v[i] - mean) * rstd;
         sum_g += grad_y[i] * weight[i];
         sum_gn += grad_y[i] * weight[i] * n;
-        const int64_t position = pack * pack_stride + i * stride;
-        if (num_params > 0) sums[position] += grad_y[i] * n;
-        if (num_params > 1) sums[job.row_size + position] += grad_y[i];
+        grad_weight[i] = grad_y[i] * n;
+      }
+      // Two branches, so that the compiler knows the kind of memory.
+      if (sums_are_shared) {
+        if (num_params > 0) add_strided(shared_sums + pack, num_packs, grad_weight);
+        if (num_params > 1) add_strided(shared_sums + job.row_size + pack, num_packs, grad_y);
+      } else {
+        if (num_params > 0) add_strided(segment + column, 1, grad_weight);
+        if (num_params > 1) add_strided(segment + job.row_size + column, 1, grad_y);
       }
     }
     if (job.grad_v == nullptr) continue;
@@ -155,7 +174,8 @@ __global__ void __launch_bounds__(kMaxThreads, 2) norm_backward_kernel(const Nor
     for (int param = 0; param < num_params; ++param) {
       const int64_t begin = param * job.row_size;
       for (int64_t column = threadIdx.x; column < job.row_size; column += blockDim.x) {
-        segment[begin + column] = sums[begin + (column / kWidth) + (column % kWidth) * num_packs];
+        segment[begin + column] =
+            shared_sums[begin + (column / kWidth) + (column % kWidth) * num_packs];
       }
     }
   }
@@ -194,11 +214,11 @@ int64_t bytes_of_sums(const NormBackwardJob& job, int num_params) {
 
 template <typename Storage, typename Params, int kWidth>
 void run_forward(const NormForwardJob& job, c10::Device device, cudaStream_t stream) {
-  launch_kernel(
-      norm_forward_kernel<Storage, Params, kWidth>,
-      {static_cast<unsigned>(num_blocks_of(job, device)), static_cast<unsigned>(threads_of(job))},
-      stream,
-      job);
+  launch_kernel(norm_forward_kernel<Storage, Params, kWidth>,
+                {static_cast<unsigned>(num_forward_blocks(job, device)),
+                 static_cast<unsigned>(threads_of(job))},
+                stream,
+                job);
 }
 
 template <typename Storage, typename Params, int kWidth>
@@ -210,7 +230,7 @@ void run_backward(const NormBackwardJob& job,
                   cudaStream_t stream) {
   using Scalar = ScalarOf<Storage>;
   const auto kernel = norm_backward_kernel<Storage, Params, kWidth>;
-  const int64_t num_blocks = num_blocks_of(job, device);
+  const int64_t num_blocks = num_backward_blocks(job, device);
   // At most half of a multiprocessor's shared memory, so that two blocks fit, less 2 KiB for the
   // kernel's static shared memory and for what the system reserves in each block.
   const int64_t max_shared_bytes =
@@ -275,7 +295,7 @@ void launch_norm_forward(const NormForwardJob& job, c10::Device device) {
 }
 
 int64_t norm_backward_blocks(const NormBackwardJob& job, c10::Device device) {
-  return num_blocks_of(job, device);
+  return num_backward_blocks(job, device);
 }
 
 void launch_norm_backward(const NormBackwardJob& job,

@@ -16,7 +16,10 @@
 namespace weft::kernels::cuda {
 
 inline constexpr int kMaxThreads = 512;
-inline constexpr int kThreadsPerMultiprocessor = 2048;
+// Blocks of kMaxThreads that are resident on a multiprocessor. The forward's registers allow three,
+// the shared memory of the backward allows two.
+inline constexpr int kForwardBlocks = 3;
+inline constexpr int kBackwardBlocks = 2;
 
 template <typename Params, typename Scalar, int kWidth>
 __device__ __forceinline__ void load_params(const void* params,
@@ -71,13 +74,22 @@ int threads_of(const Job& job) {
   return threads;
 }
 
-// Returns the number of blocks: half as many threads as fill the device, so that each block of
-// kMaxThreads may use half of a multiprocessor's shared memory; at most 8 blocks per
+// Returns the number of blocks of the forward: as many as can be resident, with registers for
+// kForwardBlocks blocks of kMaxThreads and at most 32 blocks per multiprocessor.
+template <typename Job>
+int64_t num_forward_blocks(const Job& job, c10::Device device) {
+  const int64_t per_multiprocessor =
+      std::min<int64_t>(32, kForwardBlocks * kMaxThreads / threads_of(job));
+  return std::min<int64_t>(job.num_rows, num_multiprocessors(device) * per_multiprocessor);
+}
+
+// Returns the number of blocks of the backward: half as many threads as fill the device, so that
+// each block of kMaxThreads may use half of a multiprocessor's shared memory; at most 8 blocks per
 // multiprocessor, because all blocks' sums are added at the end.
 template <typename Job>
-int64_t num_blocks_of(const Job& job, c10::Device device) {
+int64_t num_backward_blocks(const Job& job, c10::Device device) {
   const int64_t per_multiprocessor =
-      std::min<int64_t>(8, kThreadsPerMultiprocessor / threads_of(job) / 2);
+      std::min<int64_t>(8, kBackwardBlocks * kMaxThreads / threads_of(job));
   return std::min<int64_t>(job.num_rows, num_multiprocessors(device) * per_multiprocessor);
 }
 

@@ -34,6 +34,15 @@ class EmulatorOrder : public ::testing::Environment {
 const ::testing::Environment* const kOrder =
     ::testing::AddGlobalTestEnvironment(new EmulatorOrder);  // NOLINT: GoogleTest owns it
 
+// Each replay of a captured graph would drop the same elements.
+TEST(Emulated, DropoutRaisesWhileAGraphIsCaptured) {
+  const at::Tensor x = at::ones({8});
+  cuda_emulator::settings().is_capturing = true;
+  EXPECT_THROW(emulated::dropout(x, 0.5, 1, {1, 8, 0, 8}), c10::Error);
+  cuda_emulator::settings().is_capturing = false;
+  EXPECT_EQ(emulated::dropout(x, 0.5, 1, {1, 8, 0, 8}).numel(), 8);
+}
+
 }  // namespace
 
 KernelsUnderTest kernels_under_test() {

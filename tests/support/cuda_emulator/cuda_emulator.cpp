@@ -323,9 +323,12 @@ void launch(const Launch& launch, const std::function<void()>& thread) {
   Grid own(launch, thread);
   grid = &own;
   const Dims& size = launch.grid_size;
-  for (unsigned z = 0; z < size.z; ++z) {
-    for (unsigned y = 0; y < size.y; ++y) {
-      for (unsigned x = 0; x < size.x; ++x) own.run_block({x, y, z});
+  const auto step = [](unsigned num_blocks) {
+    return settings().only_outer_blocks ? std::max(1U, num_blocks - 1) : 1U;
+  };
+  for (unsigned z = 0; z < size.z; z += step(size.z)) {
+    for (unsigned y = 0; y < size.y; y += step(size.y)) {
+      for (unsigned x = 0; x < size.x; x += step(size.x)) own.run_block({x, y, z});
     }
   }
 }

@@ -42,6 +42,8 @@ inline float normcdff(float x) {
 }
 inline double normcdf(double x) { return 0.5 * erfc(-x * 0.70710678118654752440); }
 
+inline float __fdividef(float a, float b) { return a / b; }
+
 namespace weft::kernels::cuda {
 // See kernels/cuda/dynamic_shared.cuh.
 inline void* dynamic_shared_memory() { return cuda_emulator::dynamic_shared_memory(); }
@@ -70,6 +72,14 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int /
       return cudaSuccess;
   }
   return cudaErrorInvalidValue;
+}
+
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t /*stream*/, cudaStreamCaptureStatus* status) {
+  *status = weft::cuda_emulator::settings().is_capturing ? cudaStreamCaptureStatusActive
+                                                         : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
 }
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
