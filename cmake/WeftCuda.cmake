@@ -22,6 +22,21 @@ if(NOT WEFT_NVCC OR NOT WEFT_TORCH_CUDA_LIBRARY OR NOT WEFT_C10_CUDA_LIBRARY)
   return()
 endif()
 
+# Code of another major release of CUDA would load a second CUDA runtime beside torch's.
+execute_process(COMMAND "${WEFT_NVCC}" --version OUTPUT_VARIABLE nvcc_text COMMAND_ERROR_IS_FATAL ANY)
+if(NOT nvcc_text MATCHES "release ([0-9]+)\\.([0-9]+)")
+  message(FATAL_ERROR "${WEFT_NVCC} --version prints no release: put the nvcc of a CUDA toolkit on PATH.")
+endif()
+set(nvcc_release "${CMAKE_MATCH_1}.${CMAKE_MATCH_2}")
+if(NOT WEFT_TORCH_CUDA_VERSION MATCHES "^${CMAKE_MATCH_1}\\.")
+  set(nvcc_problem "nvcc ${nvcc_release} and torch for CUDA ${WEFT_TORCH_CUDA_VERSION} differ in their major release")
+  if(WEFT_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "WEFT_CUDA=ON: ${nvcc_problem}; put the nvcc of torch's release on PATH, or use WEFT_CUDA=AUTO.")
+  endif()
+  message(WARNING "weft: CUDA sources left out, because ${nvcc_problem}.")
+  return()
+endif()
+
 # TORCH_CUDA_ARCH_LIST in torch's notation: "8.0;9.0+PTX", separated by ; or blanks.
 function(weft_cuda_architectures OUTPUT)
   set(list "$ENV{TORCH_CUDA_ARCH_LIST}")
@@ -46,6 +61,7 @@ weft_cuda_architectures(CMAKE_CUDA_ARCHITECTURES)
 
 set(CMAKE_CUDA_COMPILER "${WEFT_NVCC}")
 set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 enable_language(CUDA)
@@ -59,7 +75,7 @@ target_link_libraries(weft_torch_cuda INTERFACE weft::torch "${WEFT_TORCH_CUDA_L
                                                 "${WEFT_C10_CUDA_LIBRARY}" CUDA::cudart)
 target_compile_options(
   weft_torch_cuda
-  INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda
+  INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda -lineinfo
             -Xcompiler=-Wall -Xcudafe=--diag_suppress=20012>)
 # libtorch_cuda.so finds NCCL and others through its run path, which the linker does not follow.
 target_link_options(weft_torch_cuda INTERFACE LINKER:--allow-shlib-undefined)

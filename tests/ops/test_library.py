@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
+import weft
 from weft._library import check_build
 
 BUILD = {"torch": "2.15.0", "torch_cuda": "13.2", "cuda_sources": True}
@@ -38,3 +42,11 @@ def test_schemas_are_registered_for_cpu_and_meta() -> None:
         for key in ("CPU", "CUDA", "Meta", "Autograd", "AutocastCPU"):
             registered = torch._C._dispatch_has_kernel_for_dispatch_key(f"weft::{name}", key)
             assert registered or (name, key) == ("vocab_parallel_embedding", "AutocastCPU"), (name, key)
+
+
+def test_cuda_library_exports_no_launches() -> None:
+    library = Path(weft.__file__).parent / "lib" / "libweft_ops_cuda.so"
+    if not library.exists():
+        pytest.skip("this build has no CUDA sources")
+    symbols = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
+    assert "launch" not in symbols.stdout

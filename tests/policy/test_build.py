@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +42,27 @@ def test_cuda_sources_are_left_out_without_nvcc(tmp_path: Path) -> None:
 def test_cuda_on_without_nvcc_fails(tmp_path: Path) -> None:
     output = _configure(tmp_path, "-DWEFT_CUDA=ON", env=_without_nvcc())
     assert output.startswith("failed") and "WEFT_CUDA=ON needs nvcc and a CUDA build of torch" in output
+
+
+def _with_nvcc_release(folder: Path, release: str) -> dict[str, str]:
+    """Return an environment whose nvcc prints that release."""
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    nvcc.chmod(0o755)
+    return {"PATH": f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}", "CUDA_HOME": "", "CUDA_PATH": ""}
+
+
+def test_nvcc_of_another_major_release_is_not_used(tmp_path: Path) -> None:
+    env = _with_nvcc_release(tmp_path, "10.2")
+    text = "nvcc 10.2 and torch for CUDA"
+    output = " ".join(_configure(tmp_path / "auto", env=env).split())
+    if torch.version.cuda is None:
+        pytest.skip("torch without CUDA: nvcc is not used")
+    assert not output.startswith("failed") and "CUDA sources left out, because " + text in output
+    assert ".cu" not in (tmp_path / "auto" / "compile_commands.json").read_text()
+    output = " ".join(_configure(tmp_path / "on", "-DWEFT_CUDA=ON", env=env).split())
+    assert output.startswith("failed") and "WEFT_CUDA=ON: " + text in output
 
 
 @pytest.mark.parametrize("text", ["9.x", "sm_90"])
