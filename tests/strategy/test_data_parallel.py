@@ -100,6 +100,19 @@ def test_accumulation_reduces_once(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
+def test_complete_gradients_are_averaged_without_reading_a_tensor(rank: int, world_size: int) -> None:
+    """On a GPU, a read waits for all that is in flight."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    reducer = GradientReducer(model, dist.group.WORLD)
+    model(torch.ones(3, 4)).sum().backward()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("tolist", "item", "__bool__", "cpu"):
+            monkeypatch.setattr(Tensor, name, lambda self, name=name: pytest.fail(f"{name} reads a tensor"))
+        reducer.finish()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@on_ranks(2)
 def test_two_buckets_are_in_flight(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))

@@ -114,12 +114,14 @@ class GradientReducer:
         self._register(p for p in self._names if p.requires_grad and p not in self._bucket_of)
         if not self._bucket_of:
             return
-        has_gradient = torch.tensor([p.grad is not None for p in self._bucket_of], dtype=torch.uint8)
+        has_gradient = [p.grad is not None for p in self._bucket_of]
         while self._next_bucket < len(self._buckets):
             self._start_reduction(self._buckets[self._next_bucket])
-        flags = has_gradient.to(self._device())
+        flags = torch.tensor(has_gradient, dtype=torch.uint8).to(self._device(), non_blocking=True)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-        with_gradient = {p for p, flag in zip(self._bucket_of, flags.tolist(), strict=True) if flag}
+        with_gradient = None
+        if not all(has_gradient):  # else nothing depends on the flags, and reading them would wait for the device
+            with_gradient = {p for p, flag in zip(self._bucket_of, flags.tolist(), strict=True) if flag}
         while self._in_flight:
             self._finish_reduction(self._in_flight.popleft(), with_gradient)
         self._next_bucket, self._has_local_gradients = 0, False
@@ -145,8 +147,10 @@ class GradientReducer:
         else:
             locals_ = [local_shard(p) for p in bucket.parameters]
             flat = locals_[0].new_empty(sum(local.numel() for local in locals_))
-            for flat_grad, parameter, grad in zip(_split(flat, bucket), bucket.parameters, grads, strict=True):
-                flat_grad.zero_() if grad is None else flat_grad.view(local_shard(parameter).shape).copy_(grad)
+            views = [view.view(local.shape) for view, local in zip(_split(flat, bucket), locals_, strict=True)]
+            for view in (view for view, grad in zip(views, grads, strict=True) if grad is None):
+                view.zero_()
+            _copy([(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None])
         flat.div_(self._group.size())
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         self._in_flight.append(_Reduction(bucket, flat, work, in_place))
@@ -155,6 +159,7 @@ class GradientReducer:
         reduction.work.wait()
         if reduction.in_place:
             return
+        copies = []
         for flat_grad, parameter in zip(
             _split(reduction.flat, reduction.bucket), reduction.bucket.parameters, strict=True
         ):
@@ -163,7 +168,15 @@ class GradientReducer:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             local = local_shard(parameter.grad)
-            local.copy_(flat_grad.view(local.shape))
+            copies.append((local, flat_grad.view(local.shape)))
+        _copy(copies)
+
+
+def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy to the first of each pair from the second, in few launches on a GPU."""
+    if copies:
+        targets, sources = zip(*copies, strict=True)
+        torch._foreach_copy_(targets, sources)
 
 
 def average_gradient(parameter: Tensor, group: dist.ProcessGroup) -> None:
