@@ -17,6 +17,7 @@ import weft
 from support.ranks import on_ranks
 from weft.strategy import deferred_init
 from weft.strategy.deferred import full_value_of, is_deferred, materialize, shard_of, stream
+from weft.strategy.deferred.tensor import generator_of
 
 
 class _Ordered(nn.Module):
@@ -346,3 +347,17 @@ def test_errors(rank: int, min_bytes: int) -> None:
     source.add_(1)
     with pytest.raises(RuntimeError, match=r"read a tensor of shape \(7, 5\) that has been changed since"):
         full_value_of(layer.weight)
+
+
+def test_cuda_without_an_index_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA has no generators before it is initialised, which asking for the current device does."""
+
+    def current_device() -> int:
+        monkeypatch.setattr(torch.cuda, "default_generators", generators)
+        return 1
+
+    generators = tuple(torch.Generator().manual_seed(seed) for seed in range(3))
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    monkeypatch.setattr(torch.cuda, "current_device", current_device)
+    assert generator_of(torch.device("cuda")) is generators[1]
+    assert generator_of(torch.device("cuda:2")) is generators[2]

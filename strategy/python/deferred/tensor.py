@@ -147,7 +147,7 @@ def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def record_in_place(function: Any, tensor: DeferredTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Record a function that changes one tensor in place; a run on an uninitialised tensor advances the generator."""
-    generator = kwargs.get("generator") or _generator_of(tensor.device)
+    generator = kwargs.get("generator") or generator_of(tensor.device)
     random = RandomState(generator, generator.get_state())
     with no_dispatch():
         function(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
@@ -156,8 +156,12 @@ def record_in_place(function: Any, tensor: DeferredTensor, args: tuple[Any, ...]
     return tensor
 
 
-def _generator_of(device: torch.device) -> torch.Generator:
-    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+def generator_of(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    # Initialises CUDA, before which it has no generators.
+    current = torch.cuda.current_device()
+    return torch.cuda.default_generators[current if device.index is None else device.index]
 
 
 def _plain(leaf: Any) -> Any:
@@ -189,7 +193,7 @@ def _advance_generator(func: Any, args: Any, kwargs: Any, result: Any, device: t
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
-    generator = kwargs.get("generator") or _generator_of(device)
+    generator = kwargs.get("generator") or generator_of(device)
     random = RandomState(generator, generator.get_state())
     [target] = meta_tensors(result)
     rest = tuple(args[1:])
