@@ -35,7 +35,8 @@ def shell_of(
     `parameters` and `buffers` map the id of each of the module's tensors to its replacement. Plain attributes are the
     same objects, except that tensors (converted to the CPU and float64), lists and dicts are copied, so that the
     copy's forward does not change those of the original. Hooks are left out: the copy's forward runs no user code
-    except that of the module itself. A module that is used twice is copied once; `memo` maps the ids of copied modules,
+    except that of the module itself. What torch.compile has made of a module is left out, too: it would call the
+    original. A module that is used twice is copied once; `memo` maps the ids of copied modules,
     lists and dicts to their copies.
     """
     memo = {} if memo is None else memo
@@ -56,9 +57,18 @@ def shell_of(
         name: None if child is None else shell_of(child, parameters, buffers, memo)
         for name, child in module._modules.items()
     }
+    copy.__dict__.pop("_compiled_call_impl", None)
+    if is_compile_wrapper(module):
+        copy.__dict__["forward"] = copy._modules["_orig_mod"]
     if isinstance(module, nn.RNNBase):
         copy.__dict__["_flat_weights"] = [copy._parameters.get(name) for name in module._flat_weights_names]
     return copy
+
+
+def is_compile_wrapper(module: nn.Module) -> bool:
+    """Return whether `torch.compile(another_module)` has returned this module."""
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # not imported before the first torch.compile
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
 def _attribute_copy(value: Any, memo: dict[int, Any]) -> Any:

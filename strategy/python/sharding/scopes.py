@@ -35,7 +35,9 @@ def is_outside(scope: Scope) -> bool:
 
     Code that torch.compile traces counts as inside.
     """
-    return scope not in _THREAD.active and torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling():  # first, because the other conditions would break the graph
+        return False
+    return scope not in _THREAD.active and torch._C._current_graph_task_id() == -1
 
 
 def in_scope(scope: Scope, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from weft.strategy.recognition.linears import features, why_no_linear, why_no_vocab_embedding
-from weft.strategy.recognition.shell import buffer_copies, plain_tensors, shell_of
+from weft.strategy.recognition.shell import buffer_copies, is_compile_wrapper, plain_tensors, shell_of
 from weft.strategy.sharding.shard_dropout import ShardedDim, shard_dropout
 from weft.strategy.sharding.state import original_class
 
@@ -230,7 +230,7 @@ class Weightless:
                     copy.__dict__["_weft_drawn_forward"] = drawn_forward
             elif type(copy).forward is nn.Dropout.forward and "forward" not in original.__dict__:
                 copy.__dict__["forward"] = self._dropout_forward(name, cast("nn.Dropout", copy), run, shard_context)
-            elif "forward" in original.__dict__:
+            elif "forward" in original.__dict__ and not is_compile_wrapper(original):
                 raise ValueError(f"the forward of '{name}' was replaced on the instance")
             elif wrap is not None and type(copy).forward is not nn.Module.forward:
                 wrapper = wrap(name, copy, own_forward)
