@@ -21,6 +21,11 @@ std::int64_t size_on(std::int64_t size, int rank, const ProcessGroupPtr& group) 
   return shard_size(size, {group->getSize(), rank}).expect_int();
 }
 
+// Whether all shards have `max_size` entries.
+bool is_even(std::int64_t dim_size, std::int64_t max_size, const ProcessGroupPtr& group) {
+  return dim_size == max_size * group->getSize();
+}
+
 // Returns x, whose first dim is the sharded one, padded with zeros to `size` rows.
 at::Tensor pad_rows(const at::Tensor& x, std::int64_t size) {
   if (x.size(0) == size) {
@@ -104,9 +109,21 @@ PendingTensor gather(std::string_view op,
     return PendingTensor(contiguous_copy(x));
   }
   const auto max_size = max_shard_size_of(dim_size, group);
+  if (is_even(dim_size, max_size, group)) {
+    // The shards side by side, in their own layout: only the result is copied, if dim is not 0.
+    auto sizes = x.sizes().vec();
+    sizes.insert(sizes.begin(), group->getSize());
+    auto stacked = at::empty(sizes, x.options());
+    PendingCollective work;
+    if (stacked.numel() > 0) {
+      // Gloo wants as many dims in the result as in the shard.
+      work = gather_into(op, "all-gather", group, stacked.flatten(0, 1), x.contiguous(), overlaps);
+    }
+    return PendingTensor::of_stacked_shards(std::move(work), std::move(stacked), dim);
+  }
   auto [result, work] = gather_rows(op, "all-gather", x.movedim(dim, 0), max_size, group, overlaps);
   // Only the last shards are shorter, so all padding is behind the first dim_size rows.
-  return {std::move(work), std::move(result), dim_size, dim};
+  return PendingTensor::of_rows(std::move(work), std::move(result), dim_size, dim);
 }
 
 PendingTensor sum_and_scatter(std::string_view op,
@@ -118,15 +135,26 @@ PendingTensor sum_and_scatter(std::string_view op,
     return PendingTensor(contiguous_copy(x));
   }
   const auto max_size = max_shard_size_of(x.size(dim), group);
+  PendingCollective work;
+  if (is_even(x.size(dim), max_size, group)) {
+    // The shards side by side, in their own layout: only the input is copied, if dim is not 0.
+    auto full = x.unflatten(dim, {group->getSize(), max_size}).movedim(dim, 0).contiguous();
+    auto result = at::empty(full.sizes().slice(1), x.options());
+    if (result.numel() > 0) {
+      work = reduce_scatter_into(op, "reduce-scatter", group, result, full.flatten(0, 1), overlaps);
+    }
+    const auto num_rows = result.size(0);
+    return PendingTensor::of_rows(std::move(work), std::move(result), num_rows, 0);
+  }
   auto full = pad_rows(x.movedim(dim, 0), max_size * group->getSize());
   auto sizes = full.sizes().vec();
   sizes[0] = max_size;
   auto result = at::empty(sizes, x.options());
-  PendingCollective work;
   if (result.numel() > 0) {
     work = reduce_scatter_into(op, "reduce-scatter", group, result, std::move(full), overlaps);
   }
-  return {std::move(work), std::move(result), size_on(x.size(dim), group->getRank(), group), dim};
+  const auto size = size_on(x.size(dim), group->getRank(), group);
+  return PendingTensor::of_rows(std::move(work), std::move(result), size, dim);
 }
 
 }  // namespace
@@ -139,18 +167,33 @@ GroupRank rank_in(std::string_view op, std::string_view group_name) {
   return rank_in(resolve_group(op, std::string(group_name)));
 }
 
-PendingTensor::PendingTensor(at::Tensor result)
-    : result_(std::move(result)), size_(result_.size(0)), dim_(0) {}
+PendingTensor::PendingTensor(at::Tensor result) : result_(std::move(result)) {}
 
-PendingTensor::PendingTensor(PendingCollective work,
-                             at::Tensor result,
-                             std::int64_t size,
-                             std::int64_t dim)
-    : work_(std::move(work)), result_(std::move(result)), size_(size), dim_(dim) {}
+PendingTensor PendingTensor::of_rows(PendingCollective work,
+                                     at::Tensor rows,
+                                     std::int64_t size,
+                                     std::int64_t dim) {
+  PendingTensor pending(rows.narrow(0, 0, size).movedim(0, dim));
+  pending.work_ = std::move(work);
+  return pending;
+}
+
+PendingTensor PendingTensor::of_stacked_shards(PendingCollective work,
+                                               at::Tensor shards,
+                                               std::int64_t dim) {
+  PendingTensor pending(shards.movedim(0, dim));
+  pending.work_ = std::move(work);
+  pending.flattened_dim_ = dim;
+  return pending;
+}
 
 at::Tensor PendingTensor::get() {
   work_.wait();
-  return std::move(result_).narrow(0, 0, size_).movedim(0, dim_).contiguous();
+  auto result = std::move(result_);
+  if (flattened_dim_.has_value()) {
+    result = result.flatten(*flattened_dim_, *flattened_dim_ + 1);
+  }
+  return result.contiguous();
 }
 
 at::Tensor all_gather(std::string_view op,

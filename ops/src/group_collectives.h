@@ -7,6 +7,8 @@
 #include "group.h"
 #include "shard_shape.h"
 
+#include <optional>
+
 namespace weft::ops {
 
 // Returns this rank and the number of ranks of `group`; a null group is a group of one.
@@ -19,17 +21,23 @@ class PendingTensor {
  public:
   // A result that is complete.
   explicit PendingTensor(at::Tensor result);
-  // get() returns the first `size` entries of `result`'s first dim, and moves that dim to `dim`.
-  PendingTensor(PendingCollective work, at::Tensor result, std::int64_t size, std::int64_t dim);
+  // get() returns the first `size` entries of the first dim of `rows`, and moves that dim to `dim`.
+  static PendingTensor of_rows(PendingCollective work,
+                               at::Tensor rows,
+                               std::int64_t size,
+                               std::int64_t dim);
+  // get() returns the concatenation along `dim` of shards[0], shards[1], ...
+  static PendingTensor of_stacked_shards(PendingCollective work,
+                                         at::Tensor shards,
+                                         std::int64_t dim);
 
-  // Waits (CUDA: makes the current stream wait) and returns the tensor. Call it once.
+  // Waits (CUDA: makes the current stream wait) and returns the tensor, contiguous. Call it once.
   at::Tensor get();
 
  private:
   PendingCollective work_;
   at::Tensor result_;
-  std::int64_t size_;
-  std::int64_t dim_;
+  std::optional<std::int64_t> flattened_dim_;  // to be flattened with the dim after it
 };
 
 // Returns the full tensor along `dim`, of size `dim_size`, of which x is this rank's shard.

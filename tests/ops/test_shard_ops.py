@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import weft
 from ops.collectives.profiled import collectives_of
@@ -18,7 +19,7 @@ from support.ranks import on_ranks
 DTYPES = ("float64", "float32", "bfloat16")
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2}
 # (shape of the unsharded tensor, dim): even, uneven, empty on some ranks, empty on all.
-SHARDINGS = [((12, 3), 0), ((2, 7, 3), 1), ((3, 5), -1), ((1, 4), 0), ((0, 4), 0), ((5, 0), 0)]
+SHARDINGS = [((12, 3), 0), ((2, 12, 3), 1), ((2, 7, 3), 1), ((3, 5), -1), ((1, 4), 0), ((0, 4), 0), ((5, 0), 0)]
 
 
 def _rank_values(rank: int, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -121,6 +122,19 @@ def test_number_of_collectives(rank: int) -> None:
     x = torch.ones(4, 3, requires_grad=True)
     y = collectives_of(partial(weft.ops.all_to_all, x, 0, 1, group), expected=EXCHANGE)
     collectives_of(y.sum().backward, expected=EXCHANGE)
+
+
+@on_ranks(2)
+def test_even_shards_are_copied_once(rank: int) -> None:
+    """A gather copies its result, a reduce-scatter its input; neither copies if the sharded dim is the first."""
+    group = dist.group.WORLD.group_name
+    for name in ("gather_from_group", "reduce_scatter_to_sequence"):
+        for dim, num_copies in ((0, 0), (1, 1), (2, 1)):
+            x = torch.ones(2, 4, 6)
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                getattr(weft.ops, name)(x, dim, group)
+            copies = [event for event in profiler.events() if event.name == "aten::copy_"]
+            assert len(copies) == num_copies, (name, dim)
 
 
 @on_ranks(2)
