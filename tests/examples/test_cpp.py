@@ -53,7 +53,8 @@ def programs() -> Path:
     """Return the folder of the built programs. It is kept between runs, so that only changes are compiled."""
     prefix = install(BUILD / "installed" / "examples")
     build = BUILD / "installed" / "examples_build"
-    build_project(EXAMPLES / "cpp", build, prefix, "-DCMAKE_BUILD_TYPE=Debug")
+    # Without debug information, which takes longer to write than the code.
+    build_project(EXAMPLES / "cpp", build, prefix, "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0")
     return build
 
 

@@ -29,6 +29,10 @@ from weft.strategy.planning.layout import Sizes
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
 
 
+# They import packages that other processes of the tests do not see.
+WITH_OPTIONAL_PACKAGES = {"05_huggingface.py", "08_pipeline_resnet50.py"}
+
+
 def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0, warm_ranks: int = 0) -> str:
     """Run an example to completion and return its stdout; fail if a process of it is still running.
 
@@ -38,7 +42,8 @@ def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0, w
     if warm_ranks:
         case = {"path": str(EXAMPLES / name), "arguments": list(arguments), "cwd": str(cwd)}
         return run_on_ranks(warm_ranks, run_as_main, timeout=timeout, **case)[0]
-    result = run_script(EXAMPLES / name, *arguments, cwd=cwd, env=ENV, timeout=timeout)
+    options = {"cwd": cwd, "env": ENV, "timeout": timeout, "has_optional_packages": name in WITH_OPTIONAL_PACKAGES}
+    result = run_script(EXAMPLES / name, *arguments, **options)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
 

@@ -19,6 +19,7 @@ _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 0x4
 _TREE_VARIABLE = "WEFT_TEST_TREE"
 _POLL_SECONDS = 0.02
+_WITHOUT_OPTIONAL = Path(__file__).with_name("without_optional")
 
 # Execs the command after the prctl of `die_with_parent`. (A preexec_fn would run Python between fork and exec of a
 # process that has threads.) Restores SIGINT's default action: a shell starts background jobs with SIGINT ignored,
@@ -62,12 +63,26 @@ class ProcessTree:
     """
 
     def __init__(
-        self, command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+        self,
+        command: Sequence[str | Path],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        has_optional_packages: bool = False,
     ) -> None:
+        """
+        Args:
+            has_optional_packages: the tree can import the packages that `without_optional` hides; its processes start
+                more slowly.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="weft-tree-")
         self._out_path = Path(self._folder.name, "stdout")
         self._err_path = Path(self._folder.name, "stderr")
         token = uuid.uuid4().hex
+        environment = {**os.environ, **(env or {}), _TREE_VARIABLE: token}
+        if not has_optional_packages:
+            search_path = [str(_WITHOUT_OPTIONAL), *filter(None, [environment.get("PYTHONPATH")])]
+            environment["PYTHONPATH"] = os.pathsep.join(search_path)
         self._start = time.monotonic()
         with self._out_path.open("wb") as out, self._err_path.open("wb") as err:
             self._process = subprocess.Popen(
@@ -76,7 +91,7 @@ class ProcessTree:
                 stdout=out,
                 stderr=err,
                 cwd=cwd,
-                env={**os.environ, **(env or {}), _TREE_VARIABLE: token},
+                env=environment,
                 start_new_session=True,
             )
         self._command = " ".join(map(str, command))
@@ -154,11 +169,13 @@ def run_process(
     command: Sequence[str | Path],
     *,
     timeout: float = 60.0,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
+    **options: object,
 ) -> ProcessResult:
-    """Run `command` in a fresh process tree. Processes that outlive the root are killed and raise AssertionError."""
-    with ProcessTree(command, env=env, cwd=cwd) as tree:
+    """Run `command` in a fresh process tree. Processes that outlive the root are killed and raise AssertionError.
+
+    `options`: those of `ProcessTree`.
+    """
+    with ProcessTree(command, **options) as tree:  # type: ignore[arg-type]
         result = tree.wait(timeout)
         assert_nothing_left(tree.pgid)
         return result

@@ -1,0 +1,35 @@
+"""Hides optional packages from a process whose PYTHONPATH has this folder; `support.processes` starts such processes.
+
+torchmetrics, which Lightning imports, imports these packages where they are installed. They take a quarter of the time
+that `import weft.lightning` takes, and users of weft need not have them.
+"""
+
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from importlib.metadata import Distribution
+from types import ModuleType
+
+HIDDEN = {"torchvision", "transformers"}
+
+_distribution = importlib.metadata.distribution
+
+
+class _Finder:
+    """Raises the error of a package that is not installed."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        if name.partition(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {name!r}, which {__file__} hides", name=name)
+
+
+def _visible_distribution(name: str) -> Distribution:
+    if name in HIDDEN:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return _distribution(name)
+
+
+importlib.metadata.distribution = _visible_distribution
+importlib.metadata.version = lambda name: _visible_distribution(name).version
+sys.meta_path.insert(0, _Finder)
