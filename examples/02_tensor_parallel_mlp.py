@@ -1,6 +1,6 @@
 """Lightning's documented feed-forward, tensor-parallel by one argument of the Trainer.
 
-    python examples/02_tensor_parallel_mlp.py [--devices 2]
+    python examples/02_tensor_parallel_mlp.py [--devices 2] [--epochs 10]
 
 The LightningModule has no code for weft: no configure_model, no mesh, no plan. strategy="weft" finds the
 w1/w2/w3 block by itself, shards it over the devices and runs it as one operator. Lightning starts the other

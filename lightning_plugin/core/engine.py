@@ -1,14 +1,15 @@
 """The engine of a strategy: its options, plan, mesh axes and the parts that set up and train a model.
 
 The strategies for the Trainer and for Fabric override Lightning's methods and call their engine, or one of its parts.
-A part uses the engine's public members, and Lightning's members of the strategy; it does not know the overrides.
+A part uses the engine's public members, and members of the strategy that Lightning defines; it does not call the
+overrides.
 
 NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size`, `_tensor_parallel_size`,
 `_save_distributed_checkpoint`, `_process_group_backend`, `_get_process_group_backend` and, under Fabric,
 `_parallelize_fn` and `_backward_sync_control` are protected members of Lightning's ModelParallelStrategy (the stock
 strategy), of which weft's strategies are subclasses. Also used are `LightningModule._device_mesh`, `_after_closure` of
 precision plugins, and the Trainer's `_accelerator_connector`, which alone keeps the argument `use_distributed_sampler`.
-Lightning has no public equivalents of these.
+Lightning has no public equivalents, except for reading some of them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Engine:
         The other attributes are the arguments, and parts that their classes describe.
 
     Raises:
-        ValueError, TypeError: an option that is invalid for any number of devices.
+        ValueError, TypeError: an option that is invalid whatever the number of devices.
     """
 
     def __init__(self, strategy: StockStrategy, options: Options, owner: str, building_context: str) -> None:
@@ -186,7 +187,7 @@ class Engine:
 
     @contextmanager
     def deferred_init(self) -> Iterator[None]:
-        """With a plan and `empty_init`, defer parameters created inside; applying the plan materializes only shards."""
+        """With a plan and `empty_init`, defer parameters created inside; applying the plan gives them values."""
         if self.plan is None or not self.options.empty_init:
             yield
             return
@@ -213,7 +214,7 @@ class Engine:
         self.data_axes.add_optimizer(optimizer)
 
     def _fuse_optimizer(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
-        """Fuse an optimizer if the options ask for it, and log the result."""
+        """Fuse an optimizer if the options ask for it, and log the change, or why there is none."""
         if not self.options.fused_optimizers:
             return
         from weft.strategy import fuse
@@ -230,7 +231,7 @@ class Engine:
 
     @contextmanager
     def optimizer_step(self, optimizer: Any) -> Iterator[None]:
-        """With a plan: inside, an optimizer not known to be elementwise computes as with unsharded parameters."""
+        """With a plan, make an optimizer compute as with unsharded parameters, unless it steps each element alone."""
         from weft.strategy import local_parameters
         from weft.strategy.data_parallel import steps_elements_alone
 

@@ -69,7 +69,7 @@ class ThroughputMixin:
         self._marks: deque[_Mark] = deque()  # one at the start and at each log, the newest last
         self._step = 0
         self._samples = self._tokens = self._flops = 0.0  # of this rank since the training began
-        self._paused = self._paused_at = 0.0  # seconds spent in validation, and the time at which the last one began
+        self._paused = self._paused_at = 0.0  # seconds spent in validation, and when the last validation began
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._marks.clear()
@@ -139,7 +139,7 @@ def _num_data_ranks(strategy: Any) -> int:
 
 
 def _mean_over_world(values: list[float], strategy: Any) -> list[float]:
-    """Return means over all ranks; they equal means over data ranks, as ranks with one batch have equal values."""
+    """Return means over all ranks. Ranks with one batch have equal counts, so means of counts are over data ranks."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     tensor = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
     means: list[float] = strategy.reduce(tensor, group=group, reduce_op="mean").tolist()

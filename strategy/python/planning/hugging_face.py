@@ -32,15 +32,16 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
     """Return the styles for the Hugging Face models inside `model`; `model` may itself be a Hugging Face model.
 
     Attention and MLPs are recognised as with "auto", so that heads are verified and fitting MLPs fused. Column and row
-    rules that no group of layers confirms are applied with gathered activations, except with verify="never". Rules that
-    match no module, which plans of model families contain, are noted.
+    rules return shards and take them where verification finds the same column and row layers; elsewhere activations are
+    gathered, except with verify="never". A rule that matches no module gets a note in the report: a plan may be for a
+    family of models.
 
     Args:
         verify, example: as in `weft.strategy.Plan`.
 
     Raises:
-        ValueError: no plan was found, a plan has a style that weft does not have, or a number of heads does not divide
-            by `tp_size`.
+        ValueError: no plan was found, a plan has a style that weft does not have, a number of heads is not divisible by
+            `tp_size`, or a rule does not fit its module (`assign_rules`).
     """
     plans = dict(_plans_inside(model))
     if not plans:
@@ -124,7 +125,11 @@ def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.P
 
 
 def _record_rules(result: Assignments, resolved: Mapping[str, _plan.Rule], used: Iterable[str]) -> list[str]:
-    """Record in the assignments of `used` layers the patterns of their rules; return the layers that have a rule."""
+    """Record each used layer's pattern in its assignment, and all these patterns in the other new assignments.
+
+    Returns:
+        The used layers that have a rule.
+    """
     used = list(used)
     patterns = [resolved[name].pattern for name in used if name in resolved]
     for name in used:
@@ -142,7 +147,7 @@ def _have_styles(rules: Mapping[str, _plan.Rule], layers: tuple[str, ...], *expe
 def _assign_mlp(
     result: Assignments, name: str, module: nn.Module, rules: Mapping[str, _plan.Rule], evidence: Evidence
 ) -> list[str]:
-    """Assign styles to an MLP with column and row rules; return the full names of its layers, [] if it gets none."""
+    """Assign styles to an MLP with column and row rules; return the full names of its layers, [] without styles."""
     mlp = mlp_layers.find_by_name(module)
     if mlp is None or not _have_styles(rules, mlp.children, *("column" for _ in mlp.column_layers), "row"):
         return []
@@ -173,7 +178,7 @@ def _check_heads(name: str, module: nn.Module, tp_size: int) -> None:
     if reason is not None:
         raise ValueError(
             f"plan='huggingface' shards {display_name(name)} by heads, but {reason}; take another tensor-parallel "
-            "size, or pass 'auto', which gathers the activations of heads that do not divide."
+            "size, or pass 'auto', which gathers activations where the number of heads is not divisible."
         )
 
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 _TOKENS = (Shard(1), Shard(-2))
-# (class, layout of the input, layout of the output, style) of objects that take and return plain tensors. In a plan
-# with a SequenceParallel, Replicate() also stands for shards of tokens.
+# (class, layout of the input, layout of the output, style) of objects with use_local_output=True. In a plan with a
+# SequenceParallel, `_layouts` gives Replicate() for shards of tokens, too.
 _STYLES: list[tuple[type[ColwiseParallel] | type[RowwiseParallel], Any, Any, str]] = [
     (ColwiseParallel, Replicate(), Shard(-1), "column"),
     (ColwiseParallel, Replicate(), Replicate(), "column_gather_output"),
@@ -28,7 +28,7 @@ def replace_torch_styles(rules: Mapping[Any, Any]) -> dict[Any, Any]:
     tokens itself.
 
     Raises:
-        ValueError: weft has no style for an object.
+        ValueError: weft has no style for an object, or an object has use_local_output=False.
     """
     shards_sequence = any(isinstance(value, SequenceParallel) for value in rules.values())
     styles = {
@@ -51,8 +51,8 @@ def _style_of(pattern: Any, value: Any, shards_sequence: bool) -> str:
                 return style
             raise ValueError(
                 f"plan: pattern '{pattern}' has a {cls.__name__} with use_local_output=False, whose DTensors weft does "
-                f"not pass on: write '{style}', with the heads to divide where the code counts them, or apply torch's "
-                "plan by parallelize_module in configure_model, which weft leaves as it is."
+                f"not pass on: write '{style}', with the option heads if the code reads a number of heads from an "
+                "attribute, or apply torch's plan by parallelize_module in configure_model, which weft leaves as it is."
             )
     raise ValueError(
         f"plan: pattern '{pattern}' has {_describe(value)}, for which weft has no style: pass sequence_parallel=True "

@@ -22,10 +22,10 @@ class Assignment:
 
     mlp, activation, recompute: of a fused MLP, whose forward is replaced by one operator.
     fused_into: for a layer of a fused MLP, the name of the MLP.
-    rule: the pattern that gave the style, or "auto".
-    container: for column and row layers, the module in whose forward the column layers return shards and the row
-        layers take them. In calls from other code, column layers return full tensors, and row layers take them. None:
-        column layers return shards, and row layers take them, in all calls.
+    rule: the pattern that gave the style, several of them joined by ", ", or "auto".
+    container: for column and row layers, the name of the module in whose forward the column layers return shards and
+        the row layers take them. In calls from other code, column layers return full tensors, and row layers take them.
+        None, or sequence parallelism: column layers return shards, and row layers take them, in all calls.
     watched: the attributes of a fused MLP that must keep their values.
     """
 
@@ -54,8 +54,8 @@ class Options:
         return ", ".join(parts + [f"precision {self.precision}"] * bool(self.precision))
 
 
-# The shapes of the tensors with which a module is known to be called; empty: unknown. `InputShapes | None`: None if
-# the module is called with arguments other than one tensor.
+# The shapes of the tensors with which a module is known to be called; empty: unknown. Where None is
+# allowed, it means that the module is called with other arguments than one tensor.
 InputShapes = Sequence[tuple[int, ...]]
 _EXPOSED = (
     "it keeps tensors in attributes, which have one rank's features now; code outside of the model that reads them "
@@ -72,8 +72,8 @@ class Assignments:
     counts: by module, then by attribute, values on a rank that are set only while the module's forward runs.
     dropouts: by the name of an nn.Dropout, the dims along which its input is sharded.
     options: for the modules whose rule gives any. The recompute of a fused MLP is not here, but in its Assignment.
-    unread_aliases: names of parameters that their module holds and does not read; they are sharded as in the module
-        that reads them.
+    unread_aliases: names of tied parameters in modules that hold them and do not read them; they are sharded as in the
+        module that reads them.
     gathered: (module, reason) for each warning that a module's weights are sharded and its activations gathered.
     exposed: modules that keep tensors of one rank's features in attributes.
     notes: lines of the report, such as on modules that stay replicated.
@@ -214,8 +214,8 @@ def assign_mlp(
         reason = found
     if recompute:
         raise ValueError(
-            f"parallelize: the rule for {display_name(name)} says recompute, which only the fused operator can do, and "
-            f"it cannot be fused: {reason}; remove recompute from the rule."
+            f"parallelize: the rule for {display_name(name)} says recompute, which for this style is an option of "
+            f"the fused operator, and the MLP cannot be fused: {reason}; remove recompute from the rule."
         )
     not_split = result.why_not_split(container, mlp)
     if not_split is None:

@@ -1,8 +1,9 @@
 """Recognises subclasses of nn.Linear whose own forward computes the same as that of nn.Linear.
 
 Falcon's linear layers are such a class. The forward is tried on a copy with random weights of a small shape, in
-float64, in train and in eval mode; outputs and gradients must equal those of nn.Linear. A forward that depends on the
-shape of the weights fails in this trial; its class then does not count as a linear layer.
+float64, in train and in eval mode; outputs and gradients must equal those of nn.Linear. The copy keeps the attributes
+in_features and out_features of the original, so a forward that uses them fails in this trial, and its class does not
+count as a linear layer. A forward that computes something else for larger weights only is not detected.
 """
 
 from __future__ import annotations

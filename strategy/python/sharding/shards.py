@@ -46,7 +46,7 @@ def group_name_of(mesh: DeviceMesh) -> str:
 
 
 def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bool]:
-    """Return a DTensor of `tensor`: sharded along `dim`, with a copy of this rank's shard; None: replicated.
+    """Return `tensor` as a DTensor: with a copy of this rank's shard along `dim`, or replicated if `dim` is None.
 
     A replicated tensor, or one on a mesh of one rank, is not copied. The second result: whether a deferred tensor had
     to be materialized in full to make a shard of it.
@@ -71,7 +71,7 @@ def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, 
 
 
 def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tuple[nn.Parameter, bool]:
-    """Return a Parameter with the values of a plain one as a DTensor: sharded along `dim`; None: replicated.
+    """Return a Parameter with a plain one's values that is a DTensor, sharded along `dim`, or replicated if None.
 
     Shards follow torch.chunk (the last ones smaller or empty). Attributes set on the parameter, requires_grad and the
     gradient are kept; a meta tensor stays meta. The second result: whether a deferred parameter had to be materialized
