@@ -213,13 +213,13 @@ TEST_F(LargeNorms, Backward) {
   EXPECT_NE(values_of(grad_v, kBegin, kRowSize), std::vector<double>(kRowSize, 0.0));
 }
 
-class LargeLogits : public LargeArrays {
+class LargeCrossEntropy : public LargeArrays {
  protected:
   static constexpr int64_t kClasses = (1 << 16) + 8;
   static constexpr int64_t kRows = (kTwoTo31 >> 16) + 1;
   static constexpr int64_t kBegin = (kRows - 1) * kClasses;  // of the last row
 
-  LargeLogits() {
+  LargeCrossEntropy() {
     logits_.fill(kBegin, kClasses);
     *target_.at(kRows - 1) = kClasses - 3;
   }
@@ -232,7 +232,7 @@ class LargeLogits : public LargeArrays {
   SparseArray<int64_t> target_{kRows};
 };
 
-TEST_F(LargeLogits, Statistics) {
+TEST_F(LargeCrossEntropy, Statistics) {
   SparseArray<float> statistics(4 * kRows), last_statistics(4);
   detail::CrossEntropyStatisticsJob job{.type = detail::StorageType::kBFloat16,
                                         .wants_sum = true,
@@ -253,7 +253,7 @@ TEST_F(LargeLogits, Statistics) {
   EXPECT_GT(*last_statistics.at(1), 1);
 }
 
-TEST_F(LargeLogits, Gradient) {
+TEST_F(LargeCrossEntropy, Gradient) {
   SparseArray<BFloat16> grad_logits(kRows * kClasses), last_grad_logits(kClasses);
   SparseArray<float> grad_losses(kRows), largest(kRows), log_sum(kRows);
   *grad_losses.at(kRows - 1) = 0.5F;
