@@ -47,7 +47,7 @@ enum class Order { kForward, kReverse, kRandom };  // of a block's warps and of 
 struct Settings {
   Device device = kSm90;
   Order order = Order::kForward;
-  uint64_t seed = 0;          // of kRandom
+  uint64_t seed = 0;  // of kRandom
   // Runs only the blocks whose indices are each the first or the last, of a grid that is too large
   // to run.
   bool only_outer_blocks = false;
