@@ -19,7 +19,7 @@ export UV_NO_CONFIG := 1
 export GLOO_SOCKET_IFNAME ?= lo
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: demo test test-cpp test-python build docs site lint format compat wheel bench soak sanitize clean
+.PHONY: demo test test-cpp test-python build docs site lint format compat wheel bench soak mutations sanitize clean
 
 demo: build
 	$(PY) examples/03_train_text.py
@@ -114,6 +114,10 @@ soak: build
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/faults.py --repeats 5 --hosts abb --check
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/operators.py --count 10000
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/layouts.py
+
+# Plants faults in the CUDA kernels, one at a time: the tests on the emulator must find them.
+mutations: build
+	PYTHONPATH=tests $(PY) tests/soak/kernel_mutations.py --jobs $(JOBS)
 
 # The torch-free part under the thread sanitizer, and under the address and undefined-behaviour sanitizers.
 sanitize: $(VENV)/.packages

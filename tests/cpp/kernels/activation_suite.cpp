@@ -185,6 +185,28 @@ TEST_P(ActivationCases, GatedMatchesReference) {
 
 INSTANTIATE_TEST_SUITE_P(All, ActivationCases, ::testing::ValuesIn(all_cases()), case_name);
 
+// An element's result does not depend on the packs in which the kernel reads it.
+TEST_F(ActivationKernels, EachOperandMayBeUnaligned) {
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    const at::Tensor operands = at::randn({3, 64}, at::kDouble).to(type);
+    const auto results_of = [&](int64_t unaligned) {
+      const auto operand = [&](int64_t idx) {
+        const int64_t offset = idx == unaligned ? 1 : 0;
+        const at::Tensor storage = on_device(at::zeros({65}, type));
+        return storage.narrow(0, offset, 64).copy_(operands[idx]);
+      };
+      const auto [grad_gate, grad_up, h] =
+          kernels_.gated_backward(operand(0), operand(1), operand(2), Activation::kSilu);
+      return at::stack({grad_gate, grad_up, h});
+    };
+    const at::Tensor expected = results_of(-1);
+    for (const int64_t unaligned : {0, 1, 2}) {
+      EXPECT_TRUE(at::equal(results_of(unaligned), expected))
+          << c10::toString(type) << ", operand " << unaligned;
+    }
+  }
+}
+
 TEST_F(ActivationKernels, BackwardMatchesCentralDifferences) {
   const at::Tensor gate = on_device(at::randn({5, 37}, at::kDouble));
   const at::Tensor up = on_device(at::randn({5, 37}, at::kDouble));
@@ -232,7 +254,8 @@ TEST_F(ActivationKernels, NanAndInfinityAreAsInTorch) {
   const double inf = std::numeric_limits<double>::infinity();
   // Repeated, so that both the vector body and the remainder of the loops process every value.
   const at::Tensor specials =
-      at::tensor({std::nan(""), inf, -inf, 0.0, -0.0, 1000.0, -1000.0}, at::kDouble).repeat({13});
+      at::tensor({std::nan(""), inf, -inf, 0.0, -0.0, 1e3, -1e3, 1e25, -1e25}, at::kDouble)
+          .repeat({13});
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     const at::Tensor x = on_device(specials.to(type));
     const at::Tensor ones = at::ones_like(x);

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace weft::kernels::testing::cross_entropy {
@@ -294,6 +295,78 @@ TEST_F(CrossEntropyKernels, LargeLogitsKeepTheirDigits) {
   const at::Tensor growing = on_device(at::arange(5000, at::kFloat).unsqueeze(0));
   expect_statistics(growing, target, true);
   expect_statistics(growing.flip(1), target, true);
+}
+
+// In float32 the exponent keeps its digits if the largest logit is subtracted before log_sum.
+TEST_F(CrossEntropyKernels, LargeLogitsHaveExactGradients) {
+  const at::Tensor logits = on_device((at::randn({1, 100}) * 4).round() + 1e6);
+  const at::Tensor target = at::tensor({kStart + 1});
+  const at::Tensor normalizers = statistics_of(logits, target, false).cpu().slice(1, 0, 2).t();
+  normalizers[1].log_();
+  const at::Tensor gradient = at::empty_like(logits);
+  write_gradient(gradient, at::ones({1}), logits, target, normalizers, 0.1);
+  expect_gradient(gradient, logits, at::ones({1}), target, normalizers, 0.1);
+}
+
+// More than any device runs at a time, so that each processes several rows.
+TEST_F(CrossEntropyKernels, MoreRowsThanBlocks) {
+  for (const auto& [rows, size] : {std::pair<int64_t, int64_t>{5000, 7}, {60, 1100}}) {
+    const at::Tensor target = at::randint(kStart, kStart + size, {rows}, at::kLong);
+    expect_statistics(on_device(at::randn({rows, size}) * 3), target, true);
+  }
+}
+
+// More than a grid has in its second dim.
+TEST_F(CrossEntropyKernels, GradientOfManyRows) {
+  constexpr int64_t kManyRows = 65537;
+  const at::Tensor grad = at::rand({kManyRows}) + 1;
+  const at::Tensor logits = on_device(at::zeros({kManyRows, 1}));
+  const at::Tensor target = at::full({kManyRows}, kStart, at::kLong);
+  const at::Tensor gradient = at::zeros_like(logits);
+  write_gradient(gradient, grad, logits, target, at::zeros({2, kManyRows}), 0.5);
+  // The probability of the only class is 1.
+  const at::Tensor expected = grad * (0.5 - 0.5 / kNumClasses);
+  EXPECT_TRUE(at::allclose(gradient.cpu().squeeze(1), expected, 1e-5));
+}
+
+// A row begins more than 2^31 elements after the first. Only the pages of the rows are touched.
+TEST_F(CrossEntropyKernels, RowsLieFarApart) {
+  constexpr int64_t kStride = (int64_t{1} << 30) + 8;
+  const at::Tensor storage =
+      at::empty({2 * kStride + 33}, at::TensorOptions(at::kBFloat16).device(kernels_.device));
+  const at::Tensor logits = storage.as_strided({3, 33}, {kStride, 1});
+  logits.copy_(at::randn({3, 33}));
+  const at::Tensor target = at::tensor({kStart, kStart + 5, kStart + 32});
+  expect_statistics(logits, target, true);
+  const at::Tensor normalizers = at::ones({2, 3});
+  const at::Tensor gradient = at::empty({3, 33}, storage.options());
+  write_gradient(gradient, at::ones({3}), logits, target, normalizers, 0.1);
+  expect_gradient(gradient, logits, at::ones({3}), target, normalizers, 0.1);
+}
+
+TEST_F(CrossEntropyKernels, IgnoredClassMayBelongToThisShard) {
+  const at::Tensor logits = on_device(at::randn({2, 33}) + 5);
+  const at::Tensor target = at::tensor({kStart + 7, kStart + 8});
+  const int64_t ignored = kStart + 7;
+  const at::Tensor statistics = kernels_.statistics({.logits = logits,
+                                                     .target = on_device(target),
+                                                     .vocab_start = kStart,
+                                                     .ignore_index = ignored,
+                                                     .wants_sum = false});
+  EXPECT_EQ(statistics[0][2].item<double>(), 0);
+  EXPECT_EQ(statistics[1][2].item<double>(), logits[1][8].item<double>());
+  const at::Tensor gradient = at::empty_like(logits);
+  kernels_.gradient({.grad_losses = on_device(at::ones({2})),
+                     .logits = logits,
+                     .target = on_device(target),
+                     .normalizers = on_device(at::ones({2, 2})),
+                     .vocab_start = kStart,
+                     .num_classes = 33,
+                     .ignore_index = ignored,
+                     .label_smoothing = 0.1},
+                    gradient);
+  EXPECT_EQ(gradient[0].count_nonzero().item<int64_t>(), 0);
+  EXPECT_NE(gradient[1].count_nonzero().item<int64_t>(), 0);
 }
 
 TEST_F(CrossEntropyKernels, NoClassesAndNoTokens) {

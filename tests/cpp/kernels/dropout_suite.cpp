@@ -37,31 +37,37 @@ std::vector<Case> all_cases() {
                                        DropoutPlace{1, 7, 3, 21},
                                        DropoutPlace{8, 16, 16, 64},
                                        DropoutPlace{5, 33, 1, 100},
+                                       // Packs of 4 and of 8 elements end in another run.
+                                       DropoutPlace{2, 3, 1, 9},
+                                       DropoutPlace{1, 12, 5, 30},
                                        DropoutPlace{1, 4096, 4096, 8192},
                                        // Positions beyond 2^32 and 2^33.
                                        DropoutPlace{4096, 3, 2097151, 4194304}}) {
-        for (const int64_t outer : {1, 3}) cases.push_back({type, outer, place, is_offset});
+        for (const int64_t outer : {1, 3, 9}) cases.push_back({type, outer, place, is_offset});
       }
     }
   }
   return cases;
 }
 
-class DropoutCases : public ::testing::TestWithParam<Case> {
+class DropoutKernels : public ::testing::Test {
  protected:
   void SetUp() override {
     if (!kernels_.available) GTEST_SKIP() << kernels_.unavailable_reason;
     at::manual_seed(7);
   }
 
+  const KernelsUnderTest kernels_ = kernels_under_test();
+};
+
+class DropoutCases : public DropoutKernels, public ::testing::WithParamInterface<Case> {
+ protected:
   at::Tensor random() const {
     const Case& c = GetParam();
     const int64_t size = c.outer * c.place.size * c.place.inner;
     const at::Tensor values = at::randn({size + 1}, at::kDouble).to(c.type).to(kernels_.device);
     return values.narrow(0, c.is_offset ? 1 : 0, size);
   }
-
-  const KernelsUnderTest kernels_ = kernels_under_test();
 };
 
 // Each element as dropout_job.h defines it, from Philox on the host.
@@ -94,6 +100,37 @@ TEST_P(DropoutCases, DropNothingAndEverything) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, DropoutCases, ::testing::ValuesIn(all_cases()), case_name);
+
+struct KnownWords {
+  uint64_t counter;
+  uint64_t seed;
+  std::vector<int64_t> words;
+};
+
+// The words of counter 0 are a known answer of Random123, the library of Philox's authors; the
+// others are from tests/ops/philox.py. An element is dropped exactly if its word is below p * 2^32.
+TEST_F(DropoutKernels, PhiloxKnownAnswers) {
+  const KnownWords known[] = {
+      {0, 0, {0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8}},
+      {0x0123456789ABCDEF, 0xFEDCBA9876543210, {0x822ED603, 0x19774975, 0x4C78EBA5, 0xDC0BA28A}}};
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    const at::Tensor ones = at::ones({4}, at::TensorOptions(type).device(kernels_.device));
+    for (const auto& [counter, seed, words] : known) {
+      const auto begin = static_cast<int64_t>(4 * counter);
+      for (std::size_t i = 0; i < words.size(); ++i) {
+        const auto keeps_at = [&](int64_t threshold) {
+          const DropoutPlace place = {
+              .inner = 1, .size = 4, .begin = begin, .full_size = begin + 4};
+          const at::Tensor y =
+              kernels_.dropout(ones, static_cast<double>(threshold) * 0x1p-32, seed, place);
+          return y[static_cast<int64_t>(i)].item<double>() != 0;
+        };
+        EXPECT_TRUE(keeps_at(words[i])) << "word " << i << " of counter " << counter;
+        EXPECT_FALSE(keeps_at(words[i] + 1)) << "word " << i << " of counter " << counter;
+      }
+    }
+  }
+}
 
 }  // namespace
 }  // namespace weft::kernels::testing::dropout

@@ -114,7 +114,7 @@ TEST(NormInstructionSets, AgreeWithEachOther) {
   }
 }
 
-TEST(NormKernels, RejectMismatchedOperands) {
+TEST(NormOperands, RejectMismatch) {
   const NormInputs in;
   const auto error_of = [&](const at::Tensor& x, const std::optional<at::Tensor>& weight) {
     try {
