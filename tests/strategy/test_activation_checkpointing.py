@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -314,12 +315,13 @@ def test_offloaded_inputs_leave_the_device() -> None:
     for offload in (False, True):
         blocks = copy.deepcopy(model)
         checkpoint_activations(blocks, "*", offload=offload)
+        gc.collect()  # of earlier tests and models
         before = torch.cuda.memory_allocated()
         y = x
         for block in blocks:
             y = block(y)
         allocated[offload] = torch.cuda.memory_allocated() - before
         (gradients[offload],) = torch.autograd.grad(y.sum(), x)
-        del y
+        del y, block
     assert allocated[False] - allocated[True] == 3 * x.nbytes  # the outputs that are the next block's input
     assert torch.equal(gradients[False], gradients[True])

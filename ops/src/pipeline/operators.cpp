@@ -217,16 +217,17 @@ class Wait : public torch::autograd::Function<Wait> {
 class Join : public torch::autograd::Function<Join> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList tokens) {
-    ctx->saved_data["num_tokens"] = static_cast<std::int64_t>(tokens.size());
+    c10::List<c10::Device> devices;  // not the tokens: they hold messages
+    for (const at::Tensor& token : tokens) devices.push_back(token.device());
+    ctx->saved_data["devices"] = devices;
     const at::AutoDispatchBelowADInplaceOrView below;
     return dispatch::join(x, tokens);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     variable_list result{grads[0]};
-    const auto num_tokens = ctx->saved_data.at("num_tokens").toInt();
-    for (std::int64_t i = 0; i < num_tokens; ++i) {
-      result.push_back(at::empty({0}, at::kFloat));
+    for (const c10::Device device : ctx->saved_data.at("devices").to<c10::List<c10::Device>>()) {
+      result.push_back(at::empty({0}, at::TensorOptions(at::kFloat).device(device)));
     }
     return result;
   }

@@ -112,7 +112,9 @@ def _needs_move(leaf: Any) -> bool:
 
 
 def _to_device(tree: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if _needs_move(leaf) else leaf, tree)
+    # A copy to the CPU that does not block returns before its values are there, and the CPU does not wait for it.
+    non_blocking = device.type != "cpu"
+    return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=non_blocking) if _needs_move(leaf) else leaf, tree)
 
 
 def _move_parameter(holder: nn.Module, name: str, device: torch.device) -> None:
