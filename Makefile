@@ -19,12 +19,12 @@ export UV_NO_CONFIG := 1
 export GLOO_SOCKET_IFNAME ?= lo
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: demo test test-cpp test-python build docs site lint format compat wheel bench soak mutations sanitize clean
+.PHONY: demo test test-cpp test-python test-cuda build docs site lint format compat wheel bench soak mutations sanitize clean
 
 demo: build
 	$(PY) examples/03_train_text.py
 
-test: test-cpp test-python
+test: test-cpp test-python test-cuda
 
 test-cpp: build
 	ctest --test-dir build/dev --output-on-failure --parallel $(JOBS)
@@ -33,6 +33,13 @@ test-cpp: build
 # alone at the end.
 test-python: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+
+# The tests that need a CUDA device, on a CUDA runtime without one: see tests/support/cuda_runtime/README.md.
+test-cuda: build
+	if [ -f build/dev/tests/cuda_runtime/libweft_cuda_runtime.so ]; then \
+	  OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m support.cuda_runtime -m pytest -n $(TEST_JOBS) --dist loadfile \
+	    -m "cuda or gpu or cuda_runtime" tests/cuda_runtime tests/ops tests/strategy tests/benchmarks; \
+	else echo "test-cuda: left out, because the build has no CUDA sources"; fi
 
 # The editable install configures and builds once; afterwards CMake rebuilds only what changed.
 build: build/dev/.installed

@@ -11,22 +11,36 @@ _TESTS_FOLDER = str(Path(__file__).parent)
 if _TESTS_FOLDER not in sys.path:
     sys.path.insert(0, _TESTS_FOLDER)
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cuda: needs a CUDA device; skipped where there is none")
+DEVICE_MARKS = {"cuda", "gpu", "cuda_runtime"}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _order_by_world_size(items)
-    marked = [item for item in items if item.get_closest_marker("cuda") is not None]
-    if not marked:
-        return
+    if any(mark.name in DEVICE_MARKS for item in items for mark in item.iter_markers()):
+        _skip_without_device(items)
+
+
+def _skip_without_device(items: list[pytest.Item]) -> None:
     import torch
 
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none"))
+    from support import cuda_runtime
+
+    if cuda_runtime.is_active():
+        import weft  # noqa: F401  (before the operators that replace its own)
+
+        cuda_runtime.load()
+    for item in items:
+        marks = {mark.name: mark for mark in item.iter_markers()}
+        reason = None
+        if "cuda_runtime" in marks and not cuda_runtime.is_active():
+            reason = "needs the CUDA runtime without a device: make test-cuda"
+        elif "gpu" in marks and cuda_runtime.is_active():
+            reason = f"needs a GPU: {marks['gpu'].args[0]}"
+        elif marks.keys() & {"cuda", "gpu"} and not torch.cuda.is_available():
+            reason = "needs a CUDA device, and torch finds none"
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _order_by_world_size(items: list[pytest.Item]) -> None:

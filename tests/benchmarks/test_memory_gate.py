@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support import cuda_runtime
 from support.processes import run_process
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -88,7 +89,8 @@ print(json.dumps({name: row["ranks"][0] for name, row in rows.items()}))
 
 @pytest.mark.cuda
 def test_simulated_ranks_on_one_cuda_device() -> None:
-    result = run_process([sys.executable, "-c", ON_CUDA], env=ENVIRONMENT, timeout=300)
+    environment = {**ENVIRONMENT, **(cuda_runtime.environment(skip_kernels=True) if cuda_runtime.is_active() else {})}
+    result = run_process([sys.executable, "-c", ON_CUDA], env=environment, timeout=300)
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout.splitlines()[-1])
     for name, row in rows.items():

@@ -1,9 +1,10 @@
-"""Runs the bodies of this folder's tests on ranks that share another device; gloo communicates its tensors.
+"""Runs the bodies of this folder's tests on ranks with another device.
 
     test_mlp = on_device("cuda", test_sharded.test_column_row_mlp)
 
-In a body that device is torch's default device, and the group of all ranks is a gloo group. Both hold for the device
-"cpu" as well, which tests everything but the device itself without a GPU.
+In a body that device is torch's default device, and the group of all ranks is one of `backend`. With gloo the ranks
+share a device; with NCCL each has its own. Both hold for the device "cpu" as well, which tests everything but the
+device itself without a GPU.
 """
 
 from __future__ import annotations
@@ -24,40 +25,56 @@ NUM_RANKS = 2
 SECONDS = 300  # compilation is slow
 
 
-def on_device(device: str, test: Callable[..., None], num_ranks: int = NUM_RANKS) -> Any:
-    """Return a test with the body and the parameters of `test`; each rank runs a body without ranks by itself."""
+def on_device(
+    device: str, test: Callable[..., None], num_ranks: int = NUM_RANKS, *, needs_gpu: str = "", backend: str = "gloo"
+) -> Any:
+    """Return a test with the body and the parameters of `test`; each rank runs a body without ranks by itself.
+
+    Args:
+        needs_gpu: why the CUDA runtime without a device is not enough.
+        backend: of the group; with another one than gloo, the test needs that runtime, which has enough devices.
+    """
 
     def device_test(**arguments: object) -> None:
         where = {"module": test.__module__, "name": test.__qualname__}
-        run_on_ranks(num_ranks, run_body, timeout=SECONDS, **where, device=device, arguments=arguments)
+        run_on_ranks(num_ranks, run_body, timeout=SECONDS, **where, device=device, backend=backend, arguments=arguments)
 
     parameters = inspect.signature(test).parameters
     device_test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [parameter for name, parameter in parameters.items() if name != "world_size"]
     )
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.args[:1] != ("world_size",)]
-    device_test.pytestmark = marks if device == "cpu" else [*marks, pytest.mark.cuda.mark]  # type: ignore[attr-defined]
+    if device != "cpu":
+        marks.append((pytest.mark.cuda if backend == "gloo" else pytest.mark.cuda_runtime).mark)
+    if needs_gpu:
+        marks.append(pytest.mark.gpu(needs_gpu).mark)
+    device_test.pytestmark = marks  # type: ignore[attr-defined]
     return device_test
 
 
-def run_body(rank: int, world_size: int, module: str, name: str, device: str, arguments: dict[str, object]) -> None:
+def run_body(
+    rank: int, world_size: int, module: str, name: str, device: str, backend: str, arguments: dict[str, object]
+) -> None:
     """Run the body of `on_device`'s test on one rank."""
     test = getattr(importlib.import_module(module), name)
     body = getattr(test, "rank_body", test)
     rank_arguments = {"rank": rank, "world_size": world_size}
     wanted = inspect.signature(body).parameters
-    with _world_on_gloo(), torch.device(device):
+    if backend != "gloo":
+        torch.cuda.set_device(rank)
+    with world_on(backend), torch.device(device):
         body(**arguments, **{name: value for name, value in rank_arguments.items() if name in wanted})
 
 
 @contextmanager
-def _world_on_gloo() -> Iterator[None]:
-    world, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
-    dist.group.WORLD = gloo
+def world_on(backend: str) -> Iterator[None]:
+    """Give the group of all ranks another backend."""
+    world, other = dist.group.WORLD, dist.new_group(backend=backend)
+    dist.group.WORLD = other
     try:
         yield
     finally:
         dist.group.WORLD = world
     # Ranks are reused: otherwise hundreds of these groups would accumulate, with sockets and threads.
-    dist.barrier(group=gloo)
-    dist.destroy_process_group(gloo)
+    dist.barrier(group=other)
+    dist.destroy_process_group(other)

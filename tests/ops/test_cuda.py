@@ -75,6 +75,7 @@ def test_mixed_devices_raise() -> None:
         torch.ops.weft.column_linear(x, w, group_name="")
 
 
+@pytest.mark.gpu("inductor compiles kernels with Triton")
 def test_compile_on_cuda() -> None:
     mlp = weft.nn.ColumnRowMLP(64, 96, group_name="", device=torch.device("cuda"))
     x = torch.randn(8, 64, device="cuda")

@@ -42,6 +42,8 @@ from ops import (
 )
 from ops.on_device import on_device
 
+INDUCTOR = "inductor compiles kernels with Triton"
+
 # Also without a GPU: a linear layer of each kind, an operator without arithmetic, counts of collectives and of
 # messages.
 test_linears_and_embedding_on_cpu = on_device("cpu", test_sharded.test_linears_and_embedding)
@@ -105,19 +107,21 @@ test_collectives_of_attention = on_device("cuda", test_attention.test_number_of_
 test_number_of_messages = on_device("cuda", test_pipeline.test_number_of_messages)
 
 # Traced, compiled, exported, in TorchScript and under autocast.
-test_compile_linears = on_device("cuda", test_tracing.test_compile_fullgraph)
+test_compile_linears = on_device("cuda", test_tracing.test_compile_fullgraph, needs_gpu=INDUCTOR)
 test_compile_with_dynamic_shapes = on_device("cuda", test_tracing.test_compile_with_dynamic_shapes)
 test_export = on_device("cuda", test_tracing.test_export)
 test_script_save_load = on_device("cuda", test_tracing.test_script_save_load)
 test_compile_the_mlp = on_device("cuda", test_sequence_mlp.test_compile_export_and_script)
 test_compile_sequence_linears = on_device("cuda", test_sequence_linear.test_compile_export_script_and_autocast)
-test_inductor_on_uneven_shards = on_device("cuda", test_sequence_linear.test_inductor_on_uneven_shards)
+test_inductor_on_uneven_shards = on_device(
+    "cuda", test_sequence_linear.test_inductor_on_uneven_shards, needs_gpu=INDUCTOR
+)
 test_compile_sharded_linears = on_device("cuda", test_sharded_linear.test_compile_export_script_and_autocast)
 test_compile_pairs = on_device("cuda", test_shard_ops.test_compile_export_and_script)
 test_compile_losses = on_device("cuda", test_cross_entropy.test_compile_export_script_and_autocast)
-test_compile_norms = on_device("cuda", test_norms.test_compile_export_script_and_autocast)
+test_compile_norms = on_device("cuda", test_norms.test_compile_export_script_and_autocast, needs_gpu=INDUCTOR)
 test_compile_dropout = on_device("cuda", test_dropout.test_module_compile_export_script_checkpoint)
-test_compile_attention = on_device("cuda", test_attention.test_compile_and_export)
+test_compile_attention = on_device("cuda", test_attention.test_compile_and_export, needs_gpu=INDUCTOR)
 test_script_of_attention = on_device("cuda", test_attention.test_script_save_load_rebind)
 test_script_of_shared_heads = on_device("cuda", test_attention.test_script_save_load_rebind, num_ranks=4)
 test_autocast_of_attention = on_device("cuda", test_attention.test_autocast)

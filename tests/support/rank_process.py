@@ -62,7 +62,9 @@ def _join_group(folder: Path, rank: int, world_size: int) -> None:
     import torch.distributed as dist
 
     import weft  # noqa: F401  (registers the backend)
+    from support import cuda_runtime
 
+    cuda_runtime.load()
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("cpu:weft", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)

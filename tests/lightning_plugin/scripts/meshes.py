@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -86,17 +87,25 @@ def batches(num_data: int, data_rank: int, accumulate: int) -> list[tuple[Tensor
 
 
 def fit(
-    rank: int, world_size: int, folder: str, mesh: str, stage: int | None, optimizer: str, accumulate: int, clip: Any
+    rank: int,
+    world_size: int,
+    folder: str,
+    mesh: str,
+    stage: int | None,
+    optimizer: str,
+    accumulate: int,
+    clip: Any,
+    accelerator: str = "cpu",
 ) -> dict[str, Any]:
     on_warm_rank(rank, world_size)
     strategy = WeftModelParallelStrategy(**mesh_settings(mesh, stage)) if mesh else "auto"
     tensor = MESHES[mesh][2] if mesh else 1
     model = Tokens(optimizer)
-    run = trainer(
-        world_size, strategy, folder, accumulate_grad_batches=accumulate, gradient_clip_val=clip, log_every_n_steps=1
-    )
+    options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "log_every_n_steps": 1}
+    run = trainer(world_size, strategy, folder, accelerator=accelerator, **options)
     run.fit(model, torch.utils.data.DataLoader(batches(world_size // tensor, rank // tensor, accumulate)))
-    return {"losses": model.losses, "gradients": model.gradients, "weights": weights(model), "norms": model.norms}
+    gradients, fitted = ({k: v.cpu() for k, v in each.items()} for each in (model.gradients, weights(model)))
+    return {"losses": model.losses, "gradients": gradients, "weights": fitted, "norms": model.norms}
 
 
 @functools.cache
@@ -108,13 +117,19 @@ def one_device(folder: str, optimizer: str, accumulate: int, clip: float | None)
 
 
 def assert_matches_one_device(
-    folder: str, mesh: str, stage: int | None, optimizer: str, accumulate: int, clip: float | None
+    folder: str,
+    mesh: str,
+    stage: int | None,
+    optimizer: str,
+    accumulate: int,
+    clip: float | None,
+    fit_on_rank: Callable[..., dict[str, Any]] = fit,
 ) -> None:
     """Compare losses, the last step's gradients and the weights after STEPS steps with one device."""
     expected = one_device(folder, optimizer, accumulate, clip)
     tensor, world_size = MESHES[mesh][2], torch.Size(MESHES[mesh]).numel()
     case = {"optimizer": optimizer, "accumulate": accumulate, "clip": clip}
-    results = run_on_ranks(world_size, fit, folder=folder, mesh=mesh, stage=stage, **case)
+    results = run_on_ranks(world_size, fit_on_rank, folder=folder, mesh=mesh, stage=stage, **case)
     losses = torch.tensor([result["losses"] for result in results[::tensor]], dtype=torch.float64).mean(0)
     # AdamW divides by the magnitude of gradients, which amplifies the rounding of small ones.
     tolerance = 1e-10 if optimizer == "SGD" else 1e-8

@@ -86,8 +86,9 @@ def loader(data: Any = None, **options: Any) -> DataLoader:
 
 
 def trainer(devices: int, strategy: Any, folder: Path | str, **options: Any) -> L.Trainer:
-    """Return a quiet Trainer on the CPU."""
+    """Return a quiet Trainer, on the CPU unless `options` say otherwise."""
     settings: dict[str, Any] = {
+        "accelerator": "cpu",
         "max_epochs": 1,
         "logger": False,
         "enable_progress_bar": False,
@@ -97,7 +98,7 @@ def trainer(devices: int, strategy: Any, folder: Path | str, **options: Any) -> 
         "num_sanity_val_steps": 0,
         "default_root_dir": folder,
     }
-    return L.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**settings, **options})
+    return L.Trainer(devices=devices, strategy=strategy, **{**settings, **options})
 
 
 def on_warm_rank(rank: int, world_size: int) -> None:

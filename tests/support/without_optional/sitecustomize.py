@@ -2,12 +2,16 @@
 
 torchmetrics, which Lightning imports, imports these packages where they are installed. They take a quarter of the time
 that `import weft.lightning` takes, and users of weft need not have them.
+
+If the process has the CUDA runtime without a device, its operators are loaded, too: see `support.cuda_runtime`.
 """
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import Distribution
+from pathlib import Path
 from types import ModuleType
 
 HIDDEN = {"torchvision", "transformers"}
@@ -33,3 +37,9 @@ def _visible_distribution(name: str) -> Distribution:
 importlib.metadata.distribution = _visible_distribution
 importlib.metadata.version = lambda name: _visible_distribution(name).version
 sys.meta_path.insert(0, _Finder)
+
+if "WEFT_CUDA_RUNTIME" in os.environ:
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from support import cuda_runtime
+
+    cuda_runtime.load_after_weft()

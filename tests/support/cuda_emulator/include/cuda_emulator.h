@@ -7,12 +7,13 @@
 
 // Runs CUDA kernels on the CPU, to test them where there is no GPU.
 //
-// A launch runs at once, its blocks one after another. The threads of a block are fibres of the
-// calling thread: a fibre runs until it ends or waits for others, at a barrier or at a shuffle. A
-// warp runs until all of its threads wait at the block's barrier or have ended; then another warp
-// runs. So between two barriers one warp sees nothing, or everything, that another warp does, which
-// is what a missing barrier lets happen; the order of warps and of lanes decides which. Shared
-// memory is filled with bytes of 0xFF, NaN in every floating type, before each block.
+// A launch runs at once, or where `Settings::streams` says, its blocks one after another. The
+// threads of a block are fibres of the calling thread: a fibre runs until it ends or waits for
+// others, at a barrier or at a shuffle. A warp runs until all of its threads wait at the block's
+// barrier or have ended; then another warp runs. So between two barriers one warp sees nothing, or
+// everything, that another warp does, which is what a missing barrier lets happen; the order of
+// warps and of lanes decides which. Shared memory is filled with bytes of 0xFF, NaN in every
+// floating type, before each block.
 //
 // The emulator does not model: caches and memory ordering, several blocks at a time, registers and
 // occupancy, rounding of CUDA's own exp and erf. Out-of-bounds and misaligned accesses are found by
@@ -42,6 +43,20 @@ inline constexpr Device kSm80{"sm_80", 3, 163 * 1024, 164 * 1024};
 inline constexpr Device kSm90{"sm_90", 3, 227 * 1024, 228 * 1024};
 inline constexpr Device kSm100{"sm_100", 3, 227 * 1024, 228 * 1024};
 
+// Where launches run. Without it, each runs at once, and there is one device with one stream, a
+// null pointer.
+class Streams {
+ public:
+  virtual ~Streams() = default;
+  // Makes the device current, to which a null stream belongs; returns the one before.
+  virtual int set_device(int device) = 0;
+  virtual void* current(int device) = 0;
+  virtual bool is_captured(void* stream) = 0;
+  // Runs the launch after all earlier work of the stream; launches of several streams one at a
+  // time.
+  virtual void submit(void* stream, std::function<void()> launch) = 0;
+};
+
 enum class Order { kForward, kReverse, kRandom };  // of a block's warps and of a warp's lanes
 
 struct Settings {
@@ -51,7 +66,8 @@ struct Settings {
   // Runs only the blocks whose indices are each the first or the last, of a grid that is too large
   // to run.
   bool only_outer_blocks = false;
-  bool is_capturing = false;  // whether the stream reports the capture of a CUDA graph
+  bool is_capturing = false;  // whether the one stream reports the capture of a CUDA graph
+  Streams* streams = nullptr;
 };
 
 // The settings of later launches.

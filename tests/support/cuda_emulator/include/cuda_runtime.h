@@ -76,9 +76,11 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr name, int /
 
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t /*stream*/, cudaStreamCaptureStatus* status) {
-  *status = weft::cuda_emulator::settings().is_capturing ? cudaStreamCaptureStatusActive
-                                                         : cudaStreamCaptureStatusNone;
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  const auto& settings = weft::cuda_emulator::settings();
+  const bool is_captured =
+      settings.streams == nullptr ? settings.is_capturing : settings.streams->is_captured(stream);
+  *status = is_captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 
@@ -101,11 +103,20 @@ template <typename... Params, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
                                void (*kernel)(Params...),
                                Arguments&&... arguments) {
-  const std::tuple<Params...> values(std::forward<Arguments>(arguments)...);
-  weft::cuda_emulator::launch({.kernel = reinterpret_cast<const void*>(kernel),
-                               .grid_size = config->gridDim,
-                               .block_size = config->blockDim,
-                               .shared_bytes = config->dynamicSmemBytes},
-                              [&] { std::apply(kernel, values); });
+  const auto run = [values = std::tuple<Params...>(std::forward<Arguments>(arguments)...),
+                    kernel,
+                    config = *config] {
+    weft::cuda_emulator::launch({.kernel = reinterpret_cast<const void*>(kernel),
+                                 .grid_size = config.gridDim,
+                                 .block_size = config.blockDim,
+                                 .shared_bytes = config.dynamicSmemBytes},
+                                [&] { std::apply(kernel, values); });
+  };
+  auto* const streams = weft::cuda_emulator::settings().streams;
+  if (streams == nullptr) {
+    run();
+  } else {
+    streams->submit(config->stream, run);
+  }
   return cudaSuccess;
 }

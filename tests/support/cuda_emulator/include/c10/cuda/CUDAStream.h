@@ -5,7 +5,9 @@
 
 namespace c10::cuda {
 
-// Every launch runs to its end at once, so there is one stream.
-inline cudaStream_t getCurrentCUDAStream(c10::DeviceIndex /*device*/ = 0) { return nullptr; }
+inline cudaStream_t getCurrentCUDAStream(c10::DeviceIndex device = 0) {
+  auto* const streams = weft::cuda_emulator::settings().streams;
+  return streams == nullptr ? nullptr : streams->current(device);
+}
 
 }  // namespace c10::cuda

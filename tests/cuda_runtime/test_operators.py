@@ -1,0 +1,105 @@
+"""How the operators use streams, devices and graphs, on the runtime without a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.operators import Call, sample_calls
+from torch import Tensor
+
+from support import cuda_runtime
+
+pytestmark = pytest.mark.cuda_runtime
+CALLS = range(len(sample_calls()))
+
+
+def _on_cuda(call: Call, device: str = "cuda:0") -> Call:
+    def move(arg: object) -> object:
+        if not isinstance(arg, Tensor) or (call.name == "dropout" and not arg.is_floating_point()):
+            return arg  # the seed of dropout is read on the CPU
+        moved = arg.detach().to(device)
+        return moved.requires_grad_() if arg.requires_grad else moved
+
+    return Call(call.name, tuple(move(arg) for arg in call.args), call.kwargs)
+
+
+def _sample(index: int, device: str = "cuda:0") -> Call:
+    torch.manual_seed(0)
+    return _on_cuda(sample_calls()[index], device)
+
+
+def _run(call: Call) -> list[Tensor]:
+    """Return results and gradients."""
+    y = call.op(*call.args, **call.kwargs)
+    results = [y] if isinstance(y, Tensor) else list(y)
+    leaves = [arg for arg in call.args if isinstance(arg, Tensor) and arg.requires_grad]
+    gradients = torch.autograd.grad(results, leaves, [torch.ones_like(result) for result in results])
+    return [*(result.detach() for result in results), *gradients]
+
+
+def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.cpu() for tensor in tensors]
+
+
+@pytest.mark.parametrize("index", CALLS)
+def test_host_never_waits(index: int) -> None:
+    call = _sample(index)
+    _run(call)
+    before = cuda_runtime.count("synchronizations")
+    _run(call)
+    assert cuda_runtime.count("synchronizations") == before
+
+
+@pytest.mark.parametrize("index", CALLS)
+def test_work_is_on_the_current_stream(index: int) -> None:
+    """On another stream, what it has to do first is slow: whatever ran elsewhere would read other values."""
+    expected = _on_host(_run(_sample(index)))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        actual = _run(_sample(index))
+        side.synchronize()
+        for a, b in zip(_on_host(actual), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("index", CALLS)
+def test_work_is_on_the_device_of_the_tensors(index: int) -> None:
+    expected = _on_host(_run(_sample(index)))
+    assert torch.cuda.current_device() == 0
+    actual = _run(_sample(index, "cuda:1"))
+    assert all(tensor.device == torch.device("cuda:1") for tensor in actual)
+    assert torch.cuda.current_device() == 0
+    for a, b in zip(_on_host(actual), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("index", CALLS)
+def test_graph_of_forward_and_backward(index: int) -> None:
+    call = _sample(index)
+    if call.name == "dropout":
+        pytest.skip("dropout refuses to be captured: test_dropout_in_a_capture_raises")
+    expected = _on_host(_run(call))
+    leaves = [arg for arg in call.args if isinstance(arg, Tensor) and arg.requires_grad]
+    values = [leaf.detach().clone() for leaf in leaves]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _run(call)
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.zero_()
+    graph.replay()
+    of_zeros = _on_host(captured)
+    with torch.no_grad():
+        for leaf, value in zip(leaves, values, strict=True):
+            leaf.copy_(value)
+    graph.replay()
+    for a, b in zip(_on_host(captured), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert any(not torch.equal(a, b) for a, b in zip(of_zeros, expected, strict=True))
+
+
+def test_dropout_in_a_capture_raises() -> None:
+    [index] = [i for i in CALLS if sample_calls()[i].name == "dropout"][:1]
+    call, graph = _sample(index), torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="capture"), torch.cuda.graph(graph):
+        _run(call)

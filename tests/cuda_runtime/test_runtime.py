@@ -1,0 +1,188 @@
+"""The CUDA runtime without a device finds what it exists to find: each test makes a mistake on purpose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support import cuda_runtime
+from support.ranks import on_ranks
+
+pytestmark = pytest.mark.cuda_runtime
+SIZE = 1 << 10
+PATIENT_MS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def patient_streams() -> Iterator[None]:
+    """Start with idle streams, and let no work begin because of the time that has passed."""
+    if not cuda_runtime.is_active():
+        yield
+        return
+    torch.cuda.synchronize()
+    with cuda_runtime.delay(PATIENT_MS):
+        yield
+
+
+def test_values_of_another_stream_need_a_wait() -> None:
+    side = torch.cuda.Stream()
+    x = torch.zeros(SIZE, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+    assert x.sum().item() == 0  # the side stream has not run
+    torch.cuda.current_stream().wait_stream(side)
+    assert x.sum().item() == SIZE
+
+
+def test_memory_that_another_stream_uses_needs_record_stream() -> None:
+    side = torch.cuda.Stream()
+
+    def sum_on_side(*, is_recorded: bool) -> float:
+        torch.cuda.synchronize()
+        x = torch.ones(SIZE, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            total = x.sum()
+        if is_recorded:
+            x.record_stream(side)
+        del x
+        next_owner = torch.full((SIZE,), 5.0, device="cuda")
+        assert next_owner.sum().item() == 5 * SIZE
+        side.synchronize()
+        return total.item()
+
+    assert sum_on_side(is_recorded=False) == 5 * SIZE
+    assert sum_on_side(is_recorded=True) == SIZE
+
+
+def test_copies_to_pinned_memory_need_a_wait() -> None:
+    x = torch.ones(SIZE, device="cuda")
+    there = torch.zeros(SIZE, pin_memory=True)
+    there.copy_(x, non_blocking=True)
+    assert there.sum() == 0
+    torch.cuda.synchronize()
+    assert there.sum() == SIZE
+
+
+def test_pageable_memory_is_read_before_a_copy_returns() -> None:
+    here = torch.ones(SIZE)
+    x = here.to("cuda", non_blocking=True)
+    here.zero_()
+    assert x.sum().item() == SIZE
+
+
+def test_pinned_memory_is_read_when_the_copy_runs() -> None:
+    here = torch.ones(SIZE).pin_memory()
+    x = here.to("cuda", non_blocking=True)
+    here.zero_()
+    assert x.sum().item() == 0
+
+
+def test_new_memory_is_not_zero() -> None:
+    assert torch.empty(1 << 24, device="cuda").isnan().any().item()
+
+
+def test_kernel_without_version_for_the_host_raises() -> None:
+    with pytest.raises(RuntimeError, match="without a version for the host"):
+        torch.cuda._sleep(1)
+
+
+def test_synchronizations_are_counted() -> None:
+    x = torch.ones(SIZE, device="cuda")
+    before = cuda_runtime.count("synchronizations")
+    y = x * 2
+    assert cuda_runtime.count("synchronizations") == before
+    y.sum().item()
+    assert cuda_runtime.count("synchronizations") > before
+
+
+def test_random_numbers_follow_the_generator_of_the_device() -> None:
+    torch.cuda.manual_seed(7)
+    state = torch.cuda.get_rng_state()
+    first, second = torch.rand(SIZE, device="cuda"), torch.rand(SIZE, device="cuda")
+    assert not torch.equal(first, second)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(SIZE, device="cuda"), first)
+
+
+def test_graph_runs_its_work_again() -> None:
+    x = torch.zeros(SIZE, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+    torch.cuda.synchronize()
+    assert x.sum().item() == 0  # a capture runs nothing
+    graph.replay()
+    graph.replay()
+    assert x.sum().item() == 2 * SIZE
+
+
+def test_waiting_in_a_capture_raises() -> None:
+    x = torch.ones(SIZE, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match=r"in a capture|is captured"), torch.cuda.graph(graph):
+        x.sum().item()
+
+
+def test_devices_have_memory_of_their_own() -> None:
+    before = [torch.cuda.memory_allocated(i) for i in range(2)]
+    x = torch.ones(SIZE, device="cuda:1")
+    assert [torch.cuda.memory_allocated(i) - before[i] for i in range(2)] == [0, 4 * SIZE]
+    assert x.to("cuda:0").sum().item() == SIZE
+
+
+def test_process_forked_after_cuda_was_used_cannot_use_it() -> None:
+    torch.ones(1, device="cuda")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@on_ranks(2)
+def test_nccl(rank: int, world_size: int) -> None:
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
+        x = torch.full((5,), rank + 1, device="cuda", dtype=dtype)
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [3] * 5
+    gathered = torch.empty(4, device="cuda")
+    dist.all_gather_into_tensor(gathered, torch.full((2,), float(rank), device="cuda"), group=group)
+    assert gathered.tolist() == [0, 0, 1, 1]
+    scattered = torch.empty(2, device="cuda")
+    dist.reduce_scatter_tensor(scattered, torch.arange(4.0, device="cuda"), group=group)
+    assert scattered.tolist() == [4.0 * rank, 4.0 * rank + 2]
+    dist.broadcast(x, 1, group=group)
+    exchanged = torch.empty(3, device="cuda")
+    ops = [
+        dist.P2POp(dist.isend, torch.full((3,), float(rank), device="cuda"), 1 - rank, group),
+        dist.P2POp(dist.irecv, exchanged, 1 - rank, group),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert exchanged.tolist() == [1.0 - rank] * 3
+    # A result that no stream has waited for.
+    with cuda_runtime.delay(PATIENT_MS):
+        total = torch.ones(SIZE, device="cuda")
+        work = dist.all_reduce(total, group=group, async_op=True)
+        early = total * 1
+        work.wait()
+        assert (early[0].item(), (total * 1)[0].item()) == (1, 2)
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_nccl_ranks_need_a_device_each() -> None:
+    torch.cuda.set_device(0)
+    with pytest.raises(RuntimeError, match="two ranks of a communicator use one device"):
+        dist.new_group(backend="nccl", device_id=torch.device("cuda:0"))
