@@ -3,12 +3,30 @@
 # namespace. PRECOMPILED names a library whose precompiled header the test reuses.
 find_package(GTest 1.12 QUIET)
 if(NOT GTest_FOUND)
+  set(googletest_url https://github.com/google/googletest/archive/refs/tags/v1.15.2.tar.gz)
+  set(googletest_hash 7b42b4d6ed48810c5362c265a17faebe90dc2373c885e5216439d37927f02926)
+  set(googletest_archive "${PROJECT_BINARY_DIR}/googletest-1.15.2.tar.gz")
+  # Not downloaded by FetchContent, whose error on an offline machine does not say what to do.
+  set(googletest_found "")
+  if(EXISTS "${googletest_archive}")
+    file(SHA256 "${googletest_archive}" googletest_found)
+  endif()
+  if(NOT googletest_found STREQUAL googletest_hash AND NOT FETCHCONTENT_SOURCE_DIR_GOOGLETEST)
+    file(DOWNLOAD "${googletest_url}" "${googletest_archive}" STATUS googletest_status INACTIVITY_TIMEOUT 30)
+    list(GET googletest_status 1 googletest_problem)
+    file(SHA256 "${googletest_archive}" googletest_found)
+    if(NOT googletest_found STREQUAL googletest_hash)
+      message(FATAL_ERROR "The C++ tests need GoogleTest 1.12 or newer, which is not installed, and the download of "
+                          "${googletest_url} failed (${googletest_problem}): install GoogleTest (Debian: libgtest-dev), "
+                          "or configure with -DWEFT_BUILD_TESTS=OFF.")
+    endif()
+  endif()
   include(FetchContent)
   set(INSTALL_GTEST OFF)
   FetchContent_Declare(
     googletest
-    URL https://github.com/google/googletest/archive/refs/tags/v1.15.2.tar.gz
-    URL_HASH SHA256=7b42b4d6ed48810c5362c265a17faebe90dc2373c885e5216439d37927f02926)
+    URL "${googletest_archive}"
+    URL_HASH SHA256=${googletest_hash})
   FetchContent_MakeAvailable(googletest)
 endif()
 include(GoogleTest)

@@ -97,3 +97,12 @@ def test_build_without_torch_fails_with_remedy(tmp_path: Path) -> None:
     assert "this build sees none" in run.stderr
     # Generous for a loaded machine; a compile or a download would take far longer.
     assert time.monotonic() - start < 30
+
+
+def test_missing_googletest_fails_with_remedy(tmp_path: Path) -> None:
+    """Offline: proxies that no process listens at."""
+    offline = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    options = ["-DWEFT_WITHOUT_TORCH=ON", "-DWEFT_BUILD_TESTS=ON", "-DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON"]
+    output = " ".join(_configure(tmp_path, *options, env=offline).split())
+    assert output.startswith("failed") and "The C++ tests need GoogleTest 1.12 or newer" in output
+    assert "install GoogleTest (Debian: libgtest-dev), or configure with -DWEFT_BUILD_TESTS=OFF." in output
