@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -49,9 +50,14 @@ def machine_facts() -> dict[str, Any]:
 
 
 def cuda_facts() -> dict[str, Any]:
-    """Return facts about CUDA device 0, from nvidia-smi, because this process must not use CUDA before it forks."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
-    name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+    """Return facts about CUDA device 0, from nvidia-smi, because this process must not use CUDA before it forks.
+
+    Without nvidia-smi, as in a container that has only the driver's libraries, the name is "unknown".
+    """
+    name, driver = "unknown", "unknown"
+    if shutil.which("nvidia-smi") is not None:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+        name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
     return {"gpu": name, "driver": driver, "cublas_workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG")}
 
 

@@ -20,7 +20,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -181,7 +182,8 @@ def medians(calls: dict[str, Callable[[], object]], device: torch.device, num_sa
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def measure(model: str, tokens: int, device: torch.device, num_samples: int) -> dict[str, Any]:
+def measure(model: str, tokens: int, device: torch.device, num_samples: int) -> Iterator[dict[str, Any]]:
+    """Yield the results of kernels, then with those of operators, then with those of the feed-forward."""
     torch.manual_seed(0)
     dim, hidden, classes = MODELS[model]
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
@@ -195,16 +197,16 @@ def measure(model: str, tokens: int, device: torch.device, num_samples: int) -> 
             "gigabytes_per_second": round(num_bytes / seconds["kernel"] / 1e9, 1),
             "of_copy": round(seconds["copy"] / seconds["kernel"], 3),
         }
-    operators = {}
+    results: dict[str, Any] = {"kernels": rows, "operators": {}}
+    yield results
+    operators = results["operators"]
     for name, pair in against_torch(tokens, dim, hidden, classes, options).items():
         seconds = medians(pair, device, num_samples)
         operators[name] = {f"{side}_ms": round(value * 1e3, 3) for side, value in seconds.items()}
         operators[name]["torch_over_weft"] = round(seconds["torch"] / seconds["weft"], 3)
-    return {
-        "kernels": rows,
-        "operators": operators,
-        "column_row_mlp": measure_feed_forward(tokens, dim, hidden, options, num_samples),
-    }
+    yield results
+    results["column_row_mlp"] = measure_feed_forward(tokens, dim, hidden, options, num_samples)
+    yield results
 
 
 def measure_feed_forward(
@@ -252,17 +254,24 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-7b", "llama-70b"], help="their shapes")
     parser.add_argument("--samples", type=int, default=21, help="of which a time is the median")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there after every section, too")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("kernels_cuda: got no CUDA device; run it where there is one, or pass --device cpu.", file=sys.stderr)
         return 2
-    results = {model: measure(model, args.tokens, device, args.samples) for model in args.models}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    facts = {"machine": machine_facts(), "device": name, "tokens": args.tokens, "dtype": "bfloat16"}
+    results: dict[str, Any] = {}
+    report = {"benchmark": "kernels_cuda", **facts, "results": results}
+    for model in args.models:
+        for rows in measure(model, args.tokens, device, args.samples):
+            results[model] = rows
+            if args.output is not None:
+                args.output.write_text(json.dumps(report, indent=2))
     if args.json:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        facts = {"machine": machine_facts(), "device": name, "tokens": args.tokens, "dtype": "bfloat16"}
-        print(json.dumps({"benchmark": "kernels_cuda", **facts, "results": results}, indent=2))
+        print(json.dumps(report, indent=2))
     else:
         for model, rows in results.items():
             print(f"{model}: {'kernel':<24} {'GB/s':>8} {'of a copy':>10}")

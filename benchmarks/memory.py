@@ -1,7 +1,7 @@
 """Peak memory of each rank while a model is trained on 1, 2, 4 and 8 ranks: stock Lightning and weft.
 
     python benchmarks/memory.py [--ranks 1 2 4 8] [--workloads feed_forward] [--columns weft] [--small] [--json]
-                                [--report FOLDER] [--simulate [--device cuda]] [--resident]
+                                [--output FILE] [--report FOLDER] [--simulate [--device cuda]] [--resident]
 
 Every row is a training run on fresh ranks. On CPU an allocator counts their tensors to the byte (docs/memory.md).
 Start-up is the time before the first training step, training is the rest; a figure is the largest of all ranks.
@@ -125,6 +125,7 @@ def main() -> int:
     parser.add_argument("--columns", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     parser.add_argument("--small", action="store_true", help="sizes for a gate: seconds, not minutes")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there after every row, too")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write results.json, table.md and memory.svg")
     parser.add_argument("--simulate", action="store_true", help="run only rank 0, and simulate the others")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cuda: with --simulate only")
@@ -163,9 +164,11 @@ def main() -> int:
                 except (mp.ProcessRaisedException, mp.ProcessExitedException, TimeoutError) as error:
                     report["failed"].append({"row": name, "error": str(error)})
                     print(f"{name}: {error}", file=sys.stderr)
-                    continue
-                report["results"].append(row)
-                print(f"{name}: done", file=sys.stderr)
+                else:
+                    report["results"].append(row)
+                    print(f"{name}: done", file=sys.stderr)
+                if args.output is not None:
+                    args.output.write_text(json.dumps(report, indent=2))
     if args.report is not None:
         write_report(report, args.report)
     if args.json:
