@@ -14,12 +14,13 @@ PY := $(VENV)/bin/python
 COMPAT := .venv-compat$(TORCH)
 CPP := $(shell git ls-files --cached --others --exclude-standard '*.h' '*.cpp' '*.cu' '*.cuh')
 
+SYSTEM_PATH := $(PATH)
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export UV_NO_CONFIG := 1
 export GLOO_SOCKET_IFNAME ?= lo
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: demo test test-cpp test-python test-cuda build docs site lint format compat wheel bench soak mutations sanitize clean
+.PHONY: demo test test-cpp test-python test-cuda build docs site lint format compat wheel bench gpu soak mutations sanitize clean
 
 demo: build
 	$(PY) examples/03_train_text.py
@@ -56,11 +57,13 @@ build/dev/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.jso
 	$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Generates the tables of docs/operators.md and docs/verification.md and the timelines of docs/schedules.md.
+# Generates the tables of docs/operators.md and docs/verification.md, the timelines of docs/schedules.md, and
+# docs/benchmarks/gpu.md.
 docs: build
 	$(PY) docs/generate_operators.py
 	$(PY) docs/generate_pipeline.py
 	OMP_NUM_THREADS=1 $(PY) docs/generate_verification.py
+	$(PY) benchmarks/gpu --page
 
 # The documentation as a website, in build/site; a warning, such as a dead link, is an error.
 site: $(VENV)/.packages
@@ -111,6 +114,12 @@ bench: build
 	$(PY) benchmarks/overlap.py --ranks 2 --json --check
 	$(PY) benchmarks/overlap.py --ranks 4 --json --check
 	$(PY) benchmarks/memory.py --json
+
+# Everything that one GPU can tell, in nine minutes (WEFT_GPU_SECONDS), offline: PYTHON must have torch for CUDA. Results
+# go to $OUT (gpu_results).
+gpu: export PATH := $(SYSTEM_PATH)
+gpu:
+	$(PYTHON) benchmarks/gpu
 
 # Takes an hour, so it is not part of `make test`. Random collectives; every rank killed and stopped in every
 # collective; 10,000 random argument sets for each operator; random layouts.

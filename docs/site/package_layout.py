@@ -20,12 +20,12 @@ FOLDER = ROOT / "build/site-packages"
 _PATTERNS = ("*.py", "*.pyi", "py.typed")
 
 
-def lay_out_packages() -> None:
-    """Create `FOLDER` anew."""
+def lay_out_packages(folder: Path = FOLDER) -> None:
+    """Create `folder` anew."""
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     for name, source in packages.items():
-        package = FOLDER.joinpath(*name.split("."))
+        package = folder.joinpath(*name.split("."))
         package.mkdir(parents=True, exist_ok=True)
         for pattern in _PATTERNS:
             for path in (ROOT / source).glob(pattern):

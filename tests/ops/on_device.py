@@ -44,6 +44,7 @@ def on_device(
         [parameter for name, parameter in parameters.items() if name != "world_size"]
     )
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.args[:1] != ("world_size",)]
+    device_test.num_ranks = num_ranks  # type: ignore[attr-defined]
     if device != "cpu":
         marks.append((pytest.mark.cuda if backend == "gloo" else pytest.mark.cuda_runtime).mark)
     if needs_gpu:

@@ -1,0 +1,113 @@
+"""Calls of each kernel of one device with small odd sizes: full and partial packs, one row, no rows, unaligned storage.
+
+`gpu.smoke` compares them with float64 on the CPU, `gpu.sanitizer_suite` runs them under compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import weft  # noqa: F401 - registers the operators
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+# (rows, columns): below one pack; packs with a remainder; more than the threads of a block; no rows.
+SIZES = ((3, 5), (2, 129), (37, 264), (2, 4099), (0, 8))
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A call of a private operator that runs kernels only.
+
+    Attributes:
+        name: of the operator, without its underscore.
+        args: its arguments on the CPU.
+        writes_first: whether it returns nothing and writes into its first argument.
+        unaligned: whether tensors start one element after an aligned address.
+    """
+
+    name: str
+    args: tuple[object, ...]
+    writes_first: bool = False
+    unaligned: bool = False
+
+    def run(self, device: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Run on a device, with floating-point tensors of `dtype`, if given; return the results."""
+        args = [self._moved(arg, device, dtype) for arg in self.args]
+        result = getattr(torch.ops.weft, f"_{self.name}").default(*args)
+        if self.writes_first:
+            result = args[0]
+        return [result] if isinstance(result, Tensor) else list(result)
+
+    def _moved(self, arg: object, device: str, dtype: torch.dtype | None) -> object:
+        if not isinstance(arg, Tensor):
+            return arg
+        if dtype is not None and arg.is_floating_point():
+            arg = arg.to(dtype)
+        if not self.unaligned:
+            return arg.to(device)
+        # Shifted before the transfer, so that no kernel but weft's runs on the device.
+        shifted = torch.cat([torch.zeros(1, dtype=arg.dtype), arg.reshape(-1)]).to(device)
+        return shifted[1:].view(arg.shape)
+
+
+def kernel_calls(dtype: torch.dtype) -> Iterator[KernelCall]:
+    """Yield the calls of all kernels for inputs of this dtype; random from a fixed seed."""
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in SIZES:
+        for unaligned in (False, True):
+            yield from _calls(rows, columns, dtype, unaligned, generator)
+
+
+def _calls(
+    rows: int, columns: int, dtype: torch.dtype, unaligned: bool, generator: torch.Generator
+) -> Iterator[KernelCall]:
+    accumulator = torch.float64 if dtype is torch.float64 else torch.float32
+
+    def random(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator).to(kind)
+
+    def call(name: str, *args: object, writes_first: bool = False) -> KernelCall:
+        return KernelCall(name, args, writes_first, unaligned)
+
+    x, y, z = (random(rows, columns) for _ in range(3))
+    for activation in ACTIVATIONS:
+        yield call("activation", x, activation)
+        yield call("activation_backward", y, x, activation)
+        yield call("gated_activation", x, y, activation)
+        yield call("gated_activation_backward", z, x, y, activation)
+    yield call("dropout_of_shard", x, 7, 0.4, 1, x.numel(), 0, x.numel())
+    yield call("dropout_of_shard", x, -7, 0.4, columns, rows, 2, rows + 5)
+
+    mean = random(rows, kind=accumulator)
+    rstd = random(rows, kind=accumulator).abs() + 0.5
+    empty = torch.empty(0, dtype=accumulator)
+    for kind in dict.fromkeys((dtype, accumulator)):
+        weight, bias = random(columns, kind=kind), random(columns, kind=kind)
+        yield call("norm", x, None, weight, None, False, 1e-6)
+        yield call("norm", x, y, weight, bias, True, 1e-5)
+        yield call("norm_backward", y, z, x, weight, empty, rstd, False, True, 1)
+        yield call("norm_backward", y, None, x, weight, mean, rstd, True, True, 2)
+    yield call("norm", x, None, None, None, True, 1e-5)
+    yield call("norm_backward", y, None, x, None, empty, rstd, False, True, 0)
+
+    target = torch.randint(-1, columns + 2, (rows,), generator=generator)  # also classes of other ranks, and ignored
+    normalizers = torch.stack([random(rows, kind=accumulator).abs() + 2, random(rows, kind=accumulator).abs() + 0.1])
+    for smoothing in (0.0, 0.1):
+        yield call("cross_entropy_statistics", x, target, 0, -1, smoothing > 0)
+        yield call(
+            "cross_entropy_gradient",
+            torch.zeros_like(x),
+            random(rows, kind=accumulator),
+            x,
+            target,
+            normalizers,
+            0,
+            columns + 2,
+            -1,
+            smoothing,
+            writes_first=True,
+        )
