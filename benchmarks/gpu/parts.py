@@ -115,7 +115,7 @@ def _build(options: Options) -> Part:
         share_seconds=170,
         most_seconds=200,
         needs=("torch", "cmake", "ninja", "compiler", "python_headers", "pybind11")
-        + (("nvcc",) if options.device == "cuda" else ()),
+        + (("gpu", "nvcc") if options.device == "cuda" else ()),
         needs_build=False,
     )
 

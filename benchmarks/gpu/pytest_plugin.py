@@ -25,7 +25,17 @@ _STOP_SECONDS = 8.0  # ranks and workers are closed in this time before the limi
 _STOPPED_STATUS = 9
 # Seconds of a test by words in its name, where no time is recorded. A test that compiles takes longest; with ranks, the
 # first test of a file waits for their start.
-_SLOW_WORDS = {"compile": 20.0, "inductor": 20.0, "export": 6.0, "script": 4.0, "autocast": 2.0, "fuzz": 6.0}
+_SLOW_WORDS = {
+    "memory_gate": 30.0,
+    "compile": 20.0,
+    "inductor": 20.0,
+    "export": 6.0,
+    "fuzz": 6.0,
+    "script": 4.0,
+    "autocast": 2.0,
+    "gradcheck": 1.0,
+    "opcheck": 1.0,
+}
 
 
 def expected_seconds(function: str, num_ranks: int, recorded: Mapping[str, float]) -> float:

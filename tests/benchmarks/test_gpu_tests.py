@@ -115,9 +115,9 @@ def test_workers_share_one_record(tmp_path: Path, num_workers: int) -> None:
 
 def test_worker_that_dies_is_recorded(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
-    text = TESTS + "\ndef test_dies():\n    import os\n    os._exit(7)\n"
+    text = TESTS + "\ndef test_ends():\n    import os\n    os._exit(7)\n"
     (tmp_path / "test_some.py").write_text(text)
-    run_pytest(tmp_path, "-n", "1", "--maxschedchunk", "1", "-k", "plain or dies or skips")
+    run_pytest(tmp_path, "-n", "1", "--maxschedchunk", "1", "-k", "plain or ends or skips")
     summary = test_records.collect(tmp_path)
     assert (summary["passed"], summary["failed"], summary["skipped"]) == (1, 1, 1)
     assert "crashed" in summary["failures"][0]["text"]
