@@ -63,7 +63,9 @@ ChunkedSequence::GatheredChunk ChunkedSequence::start_gather(std::int64_t chunk)
   for (const auto& shard : shards_) {
     auto rows_of_shard =
         own_rows > 0 ? shard.narrow(0, first_row_in_shard(chunk), own_rows) : shard.narrow(0, 0, 0);
-    auto [input, work] = start_gather_rows(op_, kGatherChunk, rows_of_shard, rows, group_);
+    // Nothing is computed before the first chunk has arrived.
+    auto [input, work] =
+        start_gather_rows(op_, kGatherChunk, rows_of_shard, rows, group_, /*overlaps=*/chunk > 0);
     result.inputs.push_back(std::move(input));
     result.works.push_back(std::move(work));
   }
@@ -110,8 +112,10 @@ void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
     }
     if (output.defined()) {
       scattering.wait();
-      scattering = start_scatter_rows(
-          op_, kScatterChunk, output, sum_.narrow(0, first_row_in_shard(chunk), rows), group_);
+      const auto sum = sum_.narrow(0, first_row_in_shard(chunk), rows);
+      const bool is_last = chunk + 1 == num_chunks();
+      scattering =
+          start_scatter_rows(op_, kScatterChunk, output, sum, group_, /*overlaps=*/!is_last);
     }
   }
   scattering.wait();

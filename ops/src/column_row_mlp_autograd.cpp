@@ -305,7 +305,9 @@ class Row : public torch::autograd::Function<Row> {
       shared.full_x = gather_sequence(ctx, shard);
     } else {
       const auto group = resolve_group(kOp, ctx->saved_data.at("group_name").toStringRef());
-      shared.pending_x = start_all_gather(kOp, shard, dim, size.expect_int(), group);
+      // Without `recompute`, grad_h is computed before x is read.
+      const bool overlaps = !ctx->saved_data.at("recompute").toBool();
+      shared.pending_x = start_all_gather(kOp, shard, dim, size.expect_int(), group, overlaps);
     }
   }
 
@@ -325,6 +327,12 @@ class Row : public torch::autograd::Function<Row> {
                        optional(saved[kSavedB3]));
   }
 
+  // Whether Row and the Column nodes compute gradients of weights after grad_x.
+  static bool needs_weight_grads(AutogradContext* ctx) {
+    return ctx->needs_input_grad(kInputW2) || ctx->needs_input_grad(kH1) ||
+           (ctx->saved_data.at("gated").toBool() && ctx->needs_input_grad(kH3));
+  }
+
   // Returns grad_x; with a sharded sequence, see scatter_input_grad(). Otherwise, its all-reduce is
   // in flight in eager mode, and complete when traced or in anomaly mode, which reads the tensor.
   static at::Tensor input_grad(AutogradContext* ctx,
@@ -341,9 +349,11 @@ class Row : public torch::autograd::Function<Row> {
       return has_sequence(ctx) ? scatter_input_grad(ctx, grad_x)
                                : dispatch::reduce_from_group(grad_x, group_name);
     }
-    auto [grad_x, all_reduce] =
-        start_reduced_input_product(kOp, resolve_group(kOp, group_name), grad_h1, w1, grad_h3, w3);
-    if (torch::autograd::AnomalyMode::is_enabled()) {
+    const bool is_anomaly_mode = torch::autograd::AnomalyMode::is_enabled();
+    const auto group = resolve_group(kOp, group_name);
+    auto [grad_x, all_reduce] = start_reduced_input_product(
+        kOp, group, !is_anomaly_mode && needs_weight_grads(ctx), grad_h1, w1, grad_h3, w3);
+    if (is_anomaly_mode) {
       all_reduce.wait();
     }
     shared_of(ctx).all_reduce = std::move(all_reduce);
@@ -360,7 +370,7 @@ class Row : public torch::autograd::Function<Row> {
       return dispatch::reduce_scatter_to_sequence(grad_x, dim, group_name);
     }
     const auto group = resolve_group(kOp, group_name);
-    shared_of(ctx).grad_x = start_reduce_scatter(kOp, grad_x, dim, group);
+    shared_of(ctx).grad_x = start_reduce_scatter(kOp, grad_x, dim, group, needs_weight_grads(ctx));
     auto sizes = grad_x.sizes().vec();
     auto& size = sizes[static_cast<std::size_t>(dim)];
     size = shard_size(size, rank_in(group)).expect_int();

@@ -116,17 +116,12 @@ PendingCollective start(std::string_view op,
 
 }  // namespace
 
-PendingCollective start_all_reduce(std::string_view op,
-                                   const at::Tensor& tensor,
-                                   const ProcessGroupPtr& group) {
-  return start(op, tensor, group, true);
-}
-
 std::pair<at::Tensor, PendingCollective> start_all_reduce_from_writer(
     std::string_view op,
     at::IntArrayRef sizes,
     const at::TensorOptions& options,
     const ProcessGroupPtr& group,
+    bool overlaps,
     const std::function<void(at::Tensor&)>& write) {
   auto result = at::empty(sizes, options);
   if (group && result.is_cpu() && result.numel() > 0 && !is_traced(result)) {
@@ -139,7 +134,7 @@ std::pair<at::Tensor, PendingCollective> start_all_reduce_from_writer(
     }
   }
   write(result);
-  auto pending = start_all_reduce(op, result, group);
+  auto pending = start(op, result, group, overlaps);
   return {std::move(result), std::move(pending)};
 }
 
@@ -148,7 +143,8 @@ at::Tensor all_reduce_from_writer(std::string_view op,
                                   const at::TensorOptions& options,
                                   const ProcessGroupPtr& group,
                                   const std::function<void(at::Tensor&)>& write) {
-  auto [result, pending] = start_all_reduce_from_writer(op, sizes, options, group, write);
+  auto [result, pending] =
+      start_all_reduce_from_writer(op, sizes, options, group, /*overlaps=*/false, write);
   pending.wait();
   return result;
 }

@@ -44,8 +44,10 @@ class PendingCollective {
   PendingCollective() = default;
   // Calls `start`. `overlaps`: the caller computes before it waits. async_op is `overlaps`, but
   // false for CPU tensors: an asynchronous collective would need another thread, while a
-  // synchronous one makes progress in wait(). `what` names the collective in errors. REQUIRES:
-  // group is not null; `tensors` holds at least one tensor, all on one device.
+  // synchronous one makes progress in wait(). On CUDA, a synchronous collective runs on the current
+  // stream; an asynchronous one costs two events that order the backend's stream, and is worth them
+  // only if it overlaps. `what` names the collective in errors. REQUIRES: group is not null;
+  // `tensors` holds at least one tensor, all on one device.
   PendingCollective(std::string_view op,
                     std::string_view what,
                     const ProcessGroupPtr& group,
@@ -70,17 +72,14 @@ class PendingCollective {
   int rank_ = 0;
 };
 
-// Starts to sum the contiguous `tensor` in place. Does nothing for a null group or an empty tensor.
-PendingCollective start_all_reduce(std::string_view op,
-                                   const at::Tensor& tensor,
-                                   const ProcessGroupPtr& group);
-
-// Starts all_reduce_from_writer. Wait for the second result before reading the first.
+// Starts all_reduce_from_writer. Wait for the second result before reading the first. `overlaps`:
+// see PendingCollective.
 std::pair<at::Tensor, PendingCollective> start_all_reduce_from_writer(
     std::string_view op,
     at::IntArrayRef sizes,
     const at::TensorOptions& options,
     const ProcessGroupPtr& group,
+    bool overlaps,
     const std::function<void(at::Tensor&)>& write);
 
 // Returns whether `tensor` is being traced (compile, export, fake or meta tensors, a dispatch

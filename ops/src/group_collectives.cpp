@@ -208,24 +208,27 @@ PendingTensor start_all_gather(std::string_view op,
                                const at::Tensor& x,
                                std::int64_t dim,
                                std::int64_t dim_size,
-                               const ProcessGroupPtr& group) {
-  return gather(op, x, dim, dim_size, group, /*overlaps=*/true);
+                               const ProcessGroupPtr& group,
+                               bool overlaps) {
+  return gather(op, x, dim, dim_size, group, overlaps);
 }
 
 std::pair<at::Tensor, PendingCollective> start_gather_rows(std::string_view op,
                                                            std::string_view what,
                                                            const at::Tensor& x,
                                                            std::int64_t num_rows,
-                                                           const ProcessGroupPtr& group) {
-  return gather_rows(op, what, x, num_rows, group, /*overlaps=*/true);
+                                                           const ProcessGroupPtr& group,
+                                                           bool overlaps) {
+  return gather_rows(op, what, x, num_rows, group, overlaps);
 }
 
 PendingCollective start_scatter_rows(std::string_view op,
                                      std::string_view what,
                                      const at::Tensor& full,
                                      const at::Tensor& result,
-                                     const ProcessGroupPtr& group) {
-  return reduce_scatter_into(op, what, group, result, full, /*overlaps=*/true);
+                                     const ProcessGroupPtr& group,
+                                     bool overlaps) {
+  return reduce_scatter_into(op, what, group, result, full, overlaps);
 }
 
 at::Tensor reduce_scatter(std::string_view op,
@@ -238,18 +241,20 @@ at::Tensor reduce_scatter(std::string_view op,
 PendingTensor start_reduce_scatter(std::string_view op,
                                    const at::Tensor& x,
                                    std::int64_t dim,
-                                   const ProcessGroupPtr& group) {
-  return sum_and_scatter(op, x, dim, group, /*overlaps=*/true);
+                                   const ProcessGroupPtr& group,
+                                   bool overlaps) {
+  return sum_and_scatter(op, x, dim, group, overlaps);
 }
 
 PendingCollective start_broadcast(std::string_view op,
                                   const at::Tensor& tensor,
                                   int root,
-                                  const ProcessGroupPtr& group) {
+                                  const ProcessGroupPtr& group,
+                                  bool overlaps) {
   if (tensor.numel() == 0) {
     return {};
   }
-  return {op, "broadcast", group, {tensor}, /*overlaps=*/true, [&](bool async_op) {
+  return {op, "broadcast", group, {tensor}, overlaps, [&](bool async_op) {
             std::vector<at::Tensor> tensors{tensor};
             c10d::BroadcastOptions opts;
             opts.rootRank = root;
@@ -261,11 +266,12 @@ PendingCollective start_broadcast(std::string_view op,
 PendingCollective start_reduce(std::string_view op,
                                const at::Tensor& tensor,
                                int root,
-                               const ProcessGroupPtr& group) {
+                               const ProcessGroupPtr& group,
+                               bool overlaps) {
   if (tensor.numel() == 0) {
     return {};
   }
-  return {op, "reduce", group, {tensor}, /*overlaps=*/true, [&](bool async_op) {
+  return {op, "reduce", group, {tensor}, overlaps, [&](bool async_op) {
             std::vector<at::Tensor> tensors{tensor};
             c10d::ReduceOptions opts;
             opts.rootRank = root;

@@ -2,7 +2,8 @@
 
 // Collectives on tensors that are sharded over a group as in shard_shape.h. All functions work
 // below autograd. Those that take a `dim` return new contiguous tensors, and accept a null
-// group as a group of one. Nothing is sent if no rank has an element.
+// group as a group of one. Nothing is sent if no rank has an element. `overlaps`: see
+// PendingCollective.
 
 #include "group.h"
 #include "shard_shape.h"
@@ -50,7 +51,8 @@ PendingTensor start_all_gather(std::string_view op,
                                const at::Tensor& x,
                                std::int64_t dim,
                                std::int64_t dim_size,
-                               const ProcessGroupPtr& group);
+                               const ProcessGroupPtr& group,
+                               bool overlaps);
 
 // Starts to gather x [rows, ...] of all ranks, each padded with zeros to `num_rows`, into
 // [ranks * num_rows, ...]. Wait for the second result before reading the first. `what` names the
@@ -59,7 +61,8 @@ std::pair<at::Tensor, PendingCollective> start_gather_rows(std::string_view op,
                                                            std::string_view what,
                                                            const at::Tensor& x,
                                                            std::int64_t num_rows,
-                                                           const ProcessGroupPtr& group);
+                                                           const ProcessGroupPtr& group,
+                                                           bool overlaps);
 
 // Starts to reduce-scatter `full` [ranks * rows, ...] into `result` [rows, ...]. REQUIRES: group is
 // not null; both tensors are contiguous and not empty.
@@ -67,7 +70,8 @@ PendingCollective start_scatter_rows(std::string_view op,
                                      std::string_view what,
                                      const at::Tensor& full,
                                      const at::Tensor& result,
-                                     const ProcessGroupPtr& group);
+                                     const ProcessGroupPtr& group,
+                                     bool overlaps);
 
 // Returns this rank's shard along `dim` of the sum of x over the group.
 at::Tensor reduce_scatter(std::string_view op,
@@ -77,14 +81,16 @@ at::Tensor reduce_scatter(std::string_view op,
 PendingTensor start_reduce_scatter(std::string_view op,
                                    const at::Tensor& x,
                                    std::int64_t dim,
-                                   const ProcessGroupPtr& group);
+                                   const ProcessGroupPtr& group,
+                                   bool overlaps);
 
 // Starts to broadcast the contiguous `tensor` of rank `root` into `tensor` of the other ranks. Does
 // nothing if the tensor is empty. REQUIRES: group is not null.
 PendingCollective start_broadcast(std::string_view op,
                                   const at::Tensor& tensor,
                                   int root,
-                                  const ProcessGroupPtr& group);
+                                  const ProcessGroupPtr& group,
+                                  bool overlaps);
 
 // Starts to sum the contiguous `tensor` over the group into `tensor` of rank `root`; on the other
 // ranks, the contents of the tensor are then undefined. Does nothing if the tensor is empty.
@@ -92,7 +98,8 @@ PendingCollective start_broadcast(std::string_view op,
 PendingCollective start_reduce(std::string_view op,
                                const at::Tensor& tensor,
                                int root,
-                               const ProcessGroupPtr& group);
+                               const ProcessGroupPtr& group,
+                               bool overlaps);
 
 // Sends shard r of x along `split_dim` to rank r; concatenates the received tensors along
 // `cat_dim`, of full size `cat_size`.

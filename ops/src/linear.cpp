@@ -63,13 +63,15 @@ class ColumnLinear : public torch::autograd::Function<ColumnLinear> {
     return dispatch::column_linear(x, weight, bias, group_name);
   }
 
-  // The all-reduce of grad_x is in flight while grad_weight and grad_bias are computed.
+  // The all-reduce of grad_x is in flight while grad_weight and grad_bias are computed, if these
+  // are needed.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     forbid_double_backward(kColumn);
     const auto& grad_y = grads[0];
     const auto saved = ctx->get_saved_variables();
     const auto &x = saved[0], &weight = saved[1];
     const auto& group_name = ctx->saved_data.at("group_name").toStringRef();
+    const bool has_other_grads = ctx->needs_input_grad(1) || needs_bias_grad(ctx);
     variable_list result(4);
     PendingCollective pending;
     if (ctx->needs_input_grad(0)) {
@@ -77,7 +79,7 @@ class ColumnLinear : public torch::autograd::Function<ColumnLinear> {
         result[0] = dispatch::reduce_from_group(at::matmul(grad_y, weight), group_name);
       } else {
         std::tie(result[0], pending) = start_reduced_input_product(
-            kColumn, resolve_group(kColumn, group_name), grad_y, weight);
+            kColumn, resolve_group(kColumn, group_name), has_other_grads, grad_y, weight);
       }
     }
     if (ctx->needs_input_grad(1)) {

@@ -37,12 +37,13 @@ at::Tensor reduced_linear(std::string_view op,
 std::pair<at::Tensor, PendingCollective> start_reduced_input_product(
     std::string_view op,
     const ProcessGroupPtr& group,
+    bool overlaps,
     const at::Tensor& grad,
     const at::Tensor& weight,
     const at::Tensor& second_grad,
     const at::Tensor& second_weight) {
   return start_all_reduce_from_writer(
-      op, with_last(grad, weight.size(1)), grad.options(), group, [&](at::Tensor& out) {
+      op, with_last(grad, weight.size(1)), grad.options(), group, overlaps, [&](at::Tensor& out) {
         if (out.numel() == 0) {
           return;
         }

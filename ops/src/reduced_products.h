@@ -20,11 +20,12 @@ at::Tensor reduced_linear(std::string_view op,
                           const ProcessGroupPtr& group);
 
 // Starts the all-reduce over `group` of the product grad @ weight [+ second_grad @ second_weight],
-// [..., in], the gradient of a layer's input: see start_all_reduce_from_writer. The second pair may
-// be undefined.
+// [..., in], the gradient of a layer's input: see start_all_reduce_from_writer. `overlaps`: see
+// PendingCollective. The second pair may be undefined.
 std::pair<at::Tensor, PendingCollective> start_reduced_input_product(
     std::string_view op,
     const ProcessGroupPtr& group,
+    bool overlaps,
     const at::Tensor& grad,
     const at::Tensor& weight,
     const at::Tensor& second_grad = {},

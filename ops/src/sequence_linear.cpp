@@ -134,10 +134,11 @@ std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& 
   } else {
     std::optional<PendingTensor> full_x, pending_grad_x;
     if (wants_weight) {
-      full_x = start_all_gather(kGatherLinear, x, dim, size, group);
+      full_x = start_all_gather(kGatherLinear, x, dim, size, group, /*overlaps=*/wants_x);
     }
     if (wants_x) {
-      pending_grad_x = start_reduce_scatter(kGatherLinear, at::matmul(grad_y, weight), dim, group);
+      pending_grad_x = start_reduce_scatter(
+          kGatherLinear, at::matmul(grad_y, weight), dim, group, /*overlaps=*/wants_weight);
     }
     if (wants_weight) {
       grad_weight = weight_grad(grad_y, full_x->get());

@@ -67,7 +67,8 @@ class Shards {
   std::pair<at::Tensor, PendingCollective> broadcast_from(int rank, const at::Tensor& own) const {
     auto shard = rank == group_->getRank() ? own.contiguous()
                                            : at::empty({size_of(rank), own.size(1)}, own.options());
-    auto work = start_broadcast(kSharded, shard, rank, group_);
+    // Nothing is computed before the first shard has arrived.
+    auto work = start_broadcast(kSharded, shard, rank, group_, /*overlaps=*/rank > 0);
     return {std::move(shard), std::move(work)};
   }
 
@@ -133,7 +134,8 @@ at::Tensor shard_grad(const at::Tensor& grad_y, const at::Tensor& x, std::string
     auto grad_shard =
         at::mm(grads.narrow(1, shards.first_row(rank), shards.size_of(rank)).t(), tokens);
     work.wait();  // the reduce of the previous shard overlapped with this product
-    work = start_reduce(kSharded, grad_shard, rank, group);
+    const bool is_last = rank + 1 == group->getSize();
+    work = start_reduce(kSharded, grad_shard, rank, group, /*overlaps=*/!is_last);
     if (rank == group->getRank()) {
       own = std::move(grad_shard);
     }
