@@ -236,13 +236,16 @@ class Pipeline:
 
     @property
     def trace(self) -> list[Span]:
-        """Return this rank's computations in the last step or evaluation, in seconds from its beginning."""
+        """Return this rank's computations in the last step or evaluation, in seconds from its beginning.
+
+        On CUDA, the times are those of the device, and the first call after a step waits for its computations.
+        """
         return self._runner.trace
 
     def traces(self) -> list[list[Span]]:
         """Return the traces of all ranks, in seconds from the earliest beginning on any rank; collective.
 
-        Times on different hosts differ by the offset of the hosts' clocks.
+        Times on different hosts differ by the offset of the hosts' clocks. On CUDA, it waits for the device.
         """
         rows = [(str(span.action), span.start, span.end) for span in self.trace]
         gathered: list[Any] = [None] * self._group.size()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from weft.strategy.pipeline.random_streams import RandomStreams
 from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel
+from weft.strategy.pipeline.step_clock import StepTrace, clock_for
 
 # Channel 2s between two ranks carries the inputs of stage s, and channel 2s + 1 their gradients; there are 1023.
 MAX_STAGES = 511
@@ -62,9 +62,7 @@ class Runner:
     staged: this rank's stages.
     group: the ranks of the pipeline, numbered as in the schedules.
     sharding: gathers and frees the layers of stages, if they are sharded over data-parallel ranks.
-    begun: `time.time()` when the last run began.
-    trace: the computations of the last run that succeeded, in seconds from its beginning.
-    memory: the bytes that this process held after each of these computations, if memory is counted
+    memory: the bytes that this process held after each computation of the trace, if memory is counted
         (`weft.memory.track`); else empty.
     memory_before: the bytes that this process held before the last run; 0 if memory is not counted.
     """
@@ -74,12 +72,24 @@ class Runner:
         self.sharding: ShardedStages | None = None
         self._group_name = group.group_name
         self._rank = group.rank()
-        self.trace: list[Span] = []
+        self._trace: StepTrace | None = None
         self.memory: list[int] = []
         self.memory_before = 0
-        self.begun = 0.0
         self._has_failed = False
         self._streams = RandomStreams()
+
+    @property
+    def trace(self) -> list[Span]:
+        """Return the computations of the last run that succeeded, in seconds from its beginning; [] before it.
+
+        On CUDA, the times are those of the device, and the first call after a run waits for its computations.
+        """
+        return [] if self._trace is None else self._trace.spans()
+
+    @property
+    def begun(self) -> float:
+        """Return the `time.time()` at which that run began, on CUDA on the device; 0 before it."""
+        return 0.0 if self._trace is None else self._trace.begun()
 
     def run(self, schedule: Schedule, work: Work) -> list[Any]:
         """Run this rank's actions.
@@ -95,7 +105,6 @@ class Runner:
             )
         self._has_failed = True
         run = _Run(self, schedule, work)
-        self.begun = run.begun
         if self.sharding is not None and schedule.has_backward:
             self.sharding.begin()
         with self._streams.of_step():
@@ -106,7 +115,7 @@ class Runner:
         if self.sharding is not None and schedule.has_backward:
             self.sharding.finish()
         self._has_failed = False
-        self.trace, self.memory = run.trace, run.memory
+        self._trace, self.memory = run.trace, run.memory
         return run.results
 
 
@@ -125,8 +134,7 @@ class _Run:
         self._outputs: dict[Key, list[Tensor]] = {}  # computed here, for the next stage
         self._gradients: dict[Key, list[Tensor]] = {}  # computed here, for the previous stage
         self._tokens: dict[tuple[str, int, int], Tensor] = {}  # of posted receives
-        self.begun, self._start = time.time(), time.perf_counter()
-        self.trace: list[Span] = []
+        self.trace = StepTrace(clock_for(runner._staged.device))
         self.memory: list[int] = []
         self._results: dict[int, Any] = {}
 
@@ -142,16 +150,16 @@ class _Run:
             return
         _METHODS[action.kind](self, action.stage, action.micro_batch)
 
-    def _begin_backward(self) -> float:
-        """Return the time at which a backward begins; if memory is counted, begin its backward phase."""
+    def _begin_backward(self) -> Any:
+        """Return the mark at which a backward begins; if memory is counted, begin its backward phase."""
         if memory.is_tracking():
             memory.begin_phase("backward", "scratch")
-        return time.perf_counter()
+        return self.trace.mark()
 
-    def _record_span(self, kind: str, stage: int, i: int, start: float) -> None:
+    def _record_span(self, kind: str, stage: int, i: int, start: Any) -> None:
         if memory.is_tracking():
             self.memory.append(memory.current())
-        self.trace.append(Span(Action(stage, kind, i), start - self._start, time.perf_counter() - self._start))
+        self.trace.add(Action(stage, kind, i), start)
 
     # The values that cross the boundaries before and after a stage: fake tensors, of which some require gradients.
 
@@ -166,7 +174,7 @@ class _Run:
         incoming = self._incoming(stage, i)
         received = self._take_outputs(stage, i) if incoming else []
         received = [_strided_like(value, fake) for value, fake in zip(received, incoming, strict=True)]
-        start = time.perf_counter()
+        start = self.trace.mark()
         needs = [self._has_backward and fake.requires_grad for fake in incoming]
         leaves = [v.requires_grad_() if need else v for v, need in zip(received, needs, strict=True)]
         values = [_StageInput.apply(leaf) if need else leaf for leaf, need in zip(leaves, needs, strict=True)]

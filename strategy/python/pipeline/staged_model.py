@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -95,6 +96,13 @@ class StagedModel:
     def skeleton(self) -> nn.Module:
         """Return the skeleton, whose forward is recorded."""
         return self._skeleton
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that this rank's stages compute on."""
+        # A rank whose stages have no parameters computes where the skeleton's are.
+        parameters = itertools.chain(self.model.parameters(), self._skeleton.parameters())
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
     @property
     def is_recording(self) -> bool:
