@@ -84,7 +84,7 @@ def row_of(
     )
     startup, training = (max(peak_bytes_of(rank[name]) for rank in ranks) for name in ("startup", "training"))
     model = workloads(small)[workload], CONFIGURATIONS[configuration]
-    phases, on_one = predicted(*model, num_ranks), predicted(*model, 1)
+    phases, on_one = (predicted(*model, num, device) for num in (num_ranks, 1))
     return {
         "workload": workload,
         "column": configuration,

@@ -221,7 +221,9 @@ CONFIGURATIONS = {
 }
 
 
-def predicted(workload: Workload, configuration: Configuration, num_ranks: int) -> dict[str, dict[str, int]]:
+def predicted(
+    workload: Workload, configuration: Configuration, num_ranks: int, device: str = "cpu"
+) -> dict[str, dict[str, int]]:
     """Return the predicted bytes by phase and category, of the rank with the most.
 
     The memory model does not cover DTensor's operations. So for Lightning's strategy the prediction is an estimate: it
@@ -245,6 +247,7 @@ def predicted(workload: Workload, configuration: Configuration, num_ranks: int) 
         plan=plan,
         sequences=sequences,
         tokens=tokens,
+        device=device,
         **options,
     )
     return max((spec.predict(rank) for rank, _ in spec.distinct_ranks()), key=training_peak)

@@ -36,6 +36,9 @@ constexpr Names<Checkpointing, 3> kCheckpointing = {{{"none", Checkpointing::kNo
                                                      {"selective", Checkpointing::kSelective},
                                                      {"full", Checkpointing::kFull}}};
 
+constexpr Names<DeviceKind, 2> kDevices = {
+    {{"cpu", DeviceKind::kCpu}, {"cuda", DeviceKind::kCuda}}};
+
 template <typename Value, std::size_t kSize>
 Value value_of(std::string_view what, const std::string& name, const Names<Value, kSize>& names) {
   std::string valid;
@@ -76,7 +79,8 @@ TrainingSpec make_spec(const ModelSpec& model,
                        bool fused_optimizers,
                        const std::variant<bool, std::string>& optimizer_in_backward,
                        bool empty_init,
-                       const std::string& activation_checkpointing) {
+                       const std::string& activation_checkpointing,
+                       const std::string& device) {
   const auto steps = backward_steps(optimizer_in_backward);
   return {.model = model,
           .mesh = std::move(mesh),
@@ -90,7 +94,8 @@ TrainingSpec make_spec(const ModelSpec& model,
           .steps_by_rows = steps.by_rows,
           .has_deferred_init = empty_init,
           .checkpointing =
-              value_of("activation_checkpointing", activation_checkpointing, kCheckpointing)};
+              value_of("activation_checkpointing", activation_checkpointing, kCheckpointing),
+          .device = value_of("device", device, kDevices)};
 }
 
 py::dict to_dict(const MemoryUsage& usage) {
@@ -105,6 +110,15 @@ py::dict to_dict(const MemoryUsage& usage) {
 }  // namespace
 
 void bind_memory_model(py::module_& module) {
+  module.def(
+      "rows_per_block",
+      [](const std::string& device, int64_t num_rows, int64_t row_bytes) {
+        return rows_per_block(value_of("device", device, kDevices), num_rows, row_bytes);
+      },
+      py::arg("device"),
+      py::arg("num_rows"),
+      py::arg("row_bytes"));
+
   py::class_<FeedForwardModel>(module, "FeedForwardModel", py::is_final())
       .def(py::init([](int64_t dim, int64_t hidden_dim, bool gated, bool bias) {
              return FeedForwardModel{
@@ -163,7 +177,8 @@ void bind_memory_model(py::module_& module) {
            py::arg("fused_optimizers") = true,
            py::arg("optimizer_in_backward") = false,
            py::arg("empty_init") = true,
-           py::arg("activation_checkpointing") = "none")
+           py::arg("activation_checkpointing") = "none",
+           py::arg("device") = "cpu")
       .def("module_names", [](const TrainingSpec& spec) { return module_names(spec.model); })
       .def(
           "predict",

@@ -154,8 +154,9 @@ class TrainingSpec:
 
     `plan`: None for "auto". The batch of each data-parallel rank has `sequences` sequences of `tokens` tokens.
     `precision`: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed". `optimizer`: "SGD", "SGD with momentum",
-    "Adam", "AdamW" or "Adagrad". `activation_checkpointing`: "none", "selective" or "full". The other options are those
-    of the Lightning strategies. ValueError: an unknown precision, optimizer or kind of checkpointing.
+    "Adam", "AdamW" or "Adagrad". `activation_checkpointing`: "none", "selective" or "full". `device`: "cpu" or "cuda".
+    The other options are those of the Lightning strategies. ValueError: an unknown precision, optimizer, kind of
+    checkpointing or device.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class TrainingSpec:
         optimizer_in_backward: bool | Literal["rows"] = False,
         empty_init: bool = True,
         activation_checkpointing: str = "none",
+        device: str = "cpu",
     ) -> None: ...
     def module_names(self) -> list[str]:
         """The names of the model's modules, parents first, which the plan's patterns match."""
@@ -198,6 +200,12 @@ def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a dotted module name.
 
     `*` matches any number of characters, also none, but no dot; the pattern "" matches the model itself.
+    """
+
+def rows_per_block(device: str, num_rows: int, row_bytes: int) -> int:
+    """The rows of a weight, of `row_bytes` each, that `optimizer_in_backward="rows"` steps at a time; at least 1.
+
+    `device`: "cpu" or "cuda"; otherwise ValueError.
     """
 
 def check_style(style: str) -> None:

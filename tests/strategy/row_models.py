@@ -71,7 +71,7 @@ def make_row_stepper(
 ) -> StepInBackward:
     """Return a stepper with blocks of `block_bytes`: by default five rows of most weights at a time."""
     stepper = StepInBackward(model, optimizer, by_rows=True)
-    stepper._rows.block_bytes = block_bytes
+    stepper._rows.rows_per_block = lambda weight: max(1, block_bytes // (weight.shape[1] * weight.element_size()))
     return stepper
 
 

@@ -85,12 +85,16 @@ def test_plan_and_options_change_estimate(tmp_path: Path) -> None:
     assert phases_of(empty_init=False)["init"]["parameters"] > 1.5 * auto["init"]["parameters"]
 
 
-def test_row_steps_need_no_full_gradient(tmp_path: Path) -> None:
-    mlp = {"model": {"feed_forward": {"dim": 8192, "hidden_dim": 8192}}, "mesh": "tensor_parallel=2"}
+@pytest.mark.parametrize(("device", "rows"), [("cpu", (1 << 20) // (4096 * 4)), ("cuda", 8192 // 4)])
+def test_row_steps_need_no_full_gradient(tmp_path: Path, device: str, rows: int) -> None:
+    mlp = {
+        "model": {"feed_forward": {"dim": 8192, "hidden_dim": 8192}},
+        "mesh": "tensor_parallel=2",
+        "device": device,
+    }
     full, by_rows = (
         estimate_file(_write(tmp_path, **mlp, optimizer_in_backward=how)).ranks[0].peak_bytes for how in (True, "rows")
     )
-    rows = (1 << 20) // (4096 * 4)
     assert full - by_rows == (8192 - rows) * (4096 + 16) * 4  # the sum's gradient, too, is expanded by blocks
 
 
@@ -123,6 +127,7 @@ def test_row_steps_need_no_full_gradient(tmp_path: Path) -> None:
         ({"model": LLAMA_70B, "mesh": {"tensor_parallel": 16}}, "num_kv_heads = 8 heads do not divide over 16"),
         ({"model": LLAMA_70B, "mesh": {}, "batch": {"tokens": 1.5}}, "'batch' is {'tokens': 1.5}"),
         ({"model": LLAMA_70B, "mesh": {}, "optimizer": "Lion"}, "got optimizer 'Lion'; use one of 'SGD'"),
+        ({"model": LLAMA_70B, "mesh": {}, "device": "tpu"}, "got device 'tpu'; use one of 'cpu', 'cuda'"),
         ({"model": LLAMA_70B, "mesh": {}, "fused_optimizers": "often"}, "have a value of the wrong type"),
         ({"model": LLAMA_70B, "mesh": {}, "plan": {"x": "row"}}, "pattern 'x' matches no module"),
         ({"model": {"hidden_size": 8}, "mesh": {}}, "the model's configuration has num_attention_heads = None"),

@@ -16,12 +16,14 @@ from strategy.row_models import (
     make_row_stepper,
     train_steps,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, AdamW
 
 import weft
 from support.models import FeedForward
 from support.ranks import on_ranks
-from weft.strategy import StepInBackward, fuse
+from weft.strategy import StepInBackward, _plan, fuse
+from weft.strategy.optimizers.row_steps import RowSteps
 
 
 @on_ranks(1, 2, 4)
@@ -119,3 +121,17 @@ def test_peak_without_full_gradients(rank: int, world_size: int) -> None:
             assert 9 * weight <= count.peak() <= 9 * weight + (1 << 18)
             optimizer.step()
         stepper.remove()
+
+
+@pytest.mark.parametrize(("device", "num_blocks"), [("cpu", 86), ("cuda", 4)])
+def test_blocks_depend_on_the_device(device: str, num_blocks: int) -> None:
+    """The blocks of a bfloat16 weight of a model of 7 billion parameters; fake tensors stand in for those of a GPU."""
+    with FakeTensorMode():
+        weight = torch.empty(11008, 4096, dtype=torch.bfloat16, device=device)
+        left, right = (weight.new_empty(16, size) for size in weight.shape)
+        blocks: list[int] = []
+        steps = RowSteps(SGD([weight]), lambda _, rows: blocks.append(len(rows.grad)))
+        steps.step(weight, left, right)
+    assert len(blocks) == num_blocks
+    assert sum(blocks) == 11008
+    assert set(blocks[:-1]) == {_plan.rows_per_block(device, 11008, 4096 * 2)}

@@ -26,6 +26,7 @@ _KEYS = (
     "optimizer_in_backward",
     "empty_init",
     "activation_checkpointing",
+    "device",
     "pipeline_cuts",
     "pipeline_schedule",
     "num_micro_batches",

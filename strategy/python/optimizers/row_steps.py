@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from weft.strategy import _plan
 from weft.strategy.data_parallel.local import local_shard
 
-# The bytes of a gradient that exist at a time. A block of this size stays in the caches until it is used; products of
-# fewer rows are slow.
-_BLOCK_BYTES = 1 << 20
 # Optimizers whose elementwise states begin as zeros; the momentum of SGD begins as the first gradient.
 _FROM_ZERO = (Adam, AdamW)
 
@@ -22,6 +20,8 @@ class RowSteps:
     """Steps weights in blocks of rows, by an optimizer that updates each element alone (Adam, AdamW, SGD).
 
     `optimizer.state` ends up as after a step of the full weight.
+
+    rows_per_block: returns how many rows of a weight are stepped at a time, at least 1.
     """
 
     def __init__(
@@ -29,19 +29,17 @@ class RowSteps:
         optimizer: Optimizer,
         step: Callable[[Tensor, Tensor], None],
         before_step: Callable[[Tensor], object] | None = None,
-        block_bytes: int = _BLOCK_BYTES,
     ) -> None:
         """
         Args:
             optimizer: its states are used, and created at a weight's first step.
             step: called with a parameter and a block of its rows, whose `grad` is set; steps this block.
             before_step: called with the block before `step`.
-            block_bytes: the bytes of the gradient of a block; a block has at least one row.
         """
         self._optimizer = optimizer
         self._step = step
         self._before_step = before_step
-        self.block_bytes = block_bytes
+        self.rows_per_block: Callable[[Tensor], int] = rows_per_block
 
     def step(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         """Step `parameter`, `[rows, columns]` on this rank, whose gradient is leftᵀ right.
@@ -52,7 +50,7 @@ class RowSteps:
         """
         weight = local_shard(parameter)
         num_rows, num_columns = weight.shape
-        rows_at_once = max(1, self.block_bytes // max(1, num_columns * weight.element_size()))
+        rows_at_once = self.rows_per_block(weight)
         buffer = torch.empty(min(rows_at_once, num_rows), num_columns, dtype=left.dtype, device=weight.device)
         before = self._states_before(parameter, weight)
         after: dict[str, Any] = {name: value for name, value in before.items() if _is_elementwise(value, weight)}
@@ -98,6 +96,13 @@ class RowSteps:
         finally:
             states = self._optimizer.state.pop(rows, {})
         return states
+
+
+def rows_per_block(weight: Tensor) -> int:
+    """Return how many rows of a weight are stepped at a time, at least 1; the memory model predicts the same."""
+    num_rows, num_columns = weight.shape
+    device = "cuda" if weight.is_cuda else "cpu"
+    return _plan.rows_per_block(device, num_rows, num_columns * weight.element_size())
 
 
 def _is_elementwise(value: object, weight: Tensor) -> bool:

@@ -1,5 +1,7 @@
 #include "rank_memory.h"
 
+#include "weft/strategy/row_blocks.h"
+
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -11,9 +13,6 @@ namespace {
 // The most bytes of each of a rank's two staging buffers in the shared-memory backend.
 constexpr int64_t kMaxStagingBytes = int64_t{1} << 20;
 constexpr int64_t kPageBytes = 4096;
-
-// Bytes of a weight's gradient that exist at a time if weights are stepped by rows (row_steps.py).
-constexpr int64_t kRowsBytes = int64_t{1} << 20;
 
 int64_t to_pages(int64_t num_bytes) {
   return (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
@@ -188,8 +187,7 @@ int64_t RankMemory::rows_at_once(const std::string& module) const {
   if (!spec_.steps_by_rows) {
     return shape[0];
   }
-  const int64_t row_bytes = std::max<int64_t>(1, shape[1] * parameter_bytes_);
-  return std::min(shape[0], std::max<int64_t>(1, kRowsBytes / row_bytes));
+  return std::min(shape[0], rows_per_block(spec_.device, shape[0], shape[1] * parameter_bytes_));
 }
 
 void RankMemory::step_by_rows(std::size_t idx) {

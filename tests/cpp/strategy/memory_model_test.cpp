@@ -90,6 +90,8 @@ TEST(MemoryModel, OptionsThatSaveMemory) {
   // Only some rows of a weight's gradient, and of the expanded gradient of y only their columns.
   constexpr int64_t kNumRows = (1 << 20) / (4096 * 4);
   EXPECT_EQ(without_rows - peak(spec), (8192 - kNumRows) * (4096 + 8) * 4);
+  spec.device = DeviceKind::kCuda;
+  EXPECT_EQ(without_rows - peak(spec), (8192 - 8192 / 4) * (4096 + 8) * 4);
   spec.has_deferred_init = false;
   // The unsharded model, and the first shard before the first unsharded weight is freed.
   EXPECT_EQ(phase(spec, "init")[kParameters], 3 * kWeight + kWeight / 2);

@@ -3,11 +3,13 @@
 // Predicts the bytes that a rank holds while it trains a model. The phases of a training step are
 // simulated with the sizes of all tensors, without allocating any. A layer saves and allocates what
 // weft's operators and torch's eager kernels save and allocate on the CPU, so that a prediction can
-// be compared with the bytes that `weft.memory` counts.
+// be compared with the bytes that `weft.memory` counts. For CUDA, only the blocks of steps by rows
+// differ.
 
 #include "weft/strategy/memory_usage.h"
 #include "weft/strategy/mesh.h"
 #include "weft/strategy/plan.h"
+#include "weft/strategy/row_blocks.h"
 
 #include <cstdint>
 #include <optional>
@@ -80,6 +82,7 @@ struct TrainingSpec {
   bool steps_by_rows = false;       // and the weights of fused MLPs some rows at a time
   bool has_deferred_init = true;
   Checkpointing checkpointing = Checkpointing::kNone;
+  DeviceKind device = DeviceKind::kCpu;
 };
 
 struct PhaseMemory {
