@@ -22,6 +22,20 @@ std::int64_t tokens_per_chunk(std::int64_t num_entries,
   return std::max<std::int64_t>(1, num_bytes / std::max<std::int64_t>(1, row));
 }
 
+std::int64_t tokens_per_product_chunk(const c10::Device& device,
+                                      at::IntArrayRef weight_sizes,
+                                      at::ScalarType dtype) {
+  constexpr std::int64_t kMinBytes = std::int64_t{32} << 20;
+  constexpr std::int64_t kMaxCudaTokens = 2048;
+  auto num_bytes = kMinBytes;
+  if (device.is_cuda()) {
+    const auto tokens = std::min(kMaxCudaTokens, weight_sizes[1]);
+    const auto row_bytes = weight_sizes[0] * static_cast<std::int64_t>(c10::elementSize(dtype));
+    num_bytes = std::max(num_bytes, tokens * row_bytes);
+  }
+  return tokens_per_chunk(weight_sizes[0], dtype, num_bytes);
+}
+
 at::Tensor local_statistics(const at::Tensor& logits,
                             const at::Tensor& target,
                             const LocalLossOptions& options) {

@@ -49,14 +49,25 @@ void linear_into(const at::Tensor& out,
   }
 }
 
+void add_product(at::Tensor& sum, const at::Tensor& left, const at::Tensor& right) {
+  if (sum.scalar_type() == left.scalar_type()) {
+    sum.addmm_(left, right);
+  } else if (left.is_cuda()) {
+    // The product accumulates into the sum, without a tensor of its own; only CUDA has this kernel.
+    at::addmm_out(sum, sum, left, right, sum.scalar_type());
+  } else {
+    sum.add_(at::mm(left, right));
+  }
+}
+
 void WeightGradSum::add(const at::Tensor& grads, const at::Tensor& x) {
   const auto dtype = sum_dtype(weight_.scalar_type());
-  if (!sum_.defined()) {
-    sum_ = at::mm(grads.t(), x).to(dtype);
-  } else if (dtype == weight_.scalar_type()) {
-    sum_.addmm_(grads.t(), x);
+  if (sum_.defined()) {
+    add_product(sum_, grads.t(), x);
+  } else if (grads.is_cuda() && dtype != grads.scalar_type()) {
+    sum_ = at::mm(grads.t(), x, dtype);
   } else {
-    sum_.add_(at::mm(grads.t(), x));
+    sum_ = at::mm(grads.t(), x).to(dtype);
   }
 }
 

@@ -26,6 +26,9 @@ void linear_into(const at::Tensor& out,
                  const at::Tensor& weight,
                  const OptionalTensor& bias = std::nullopt);
 
+// Adds left @ right to `sum`, whose dtype is theirs or, for bfloat16 and float16, float32.
+void add_product(at::Tensor& sum, const at::Tensor& left, const at::Tensor& right);
+
 // Accumulates the gradient of a weight [out, in] over chunks; it is zero without chunks.
 class WeightGradSum {
  public:

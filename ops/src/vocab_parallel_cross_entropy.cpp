@@ -9,6 +9,7 @@
 #include "autograd_support.h"
 #include "cross_entropy_math.h"
 #include "group_collectives.h"
+#include "row_products.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -28,10 +29,8 @@ namespace {
 constexpr std::string_view kLoss = "weft::vocab_parallel_cross_entropy";
 constexpr std::string_view kLinearLoss = "weft::vocab_parallel_linear_cross_entropy";
 
-// Bytes of a chunk's logits. Copied logits should stay in the caches; for computed ones, matrix
-// products are faster in larger chunks.
-constexpr std::int64_t kLogitsChunkBytes = std::int64_t{4} << 20;
-constexpr std::int64_t kProductChunkBytes = std::int64_t{32} << 20;
+// Bytes of a chunk of copied logits, which should stay in the caches.
+constexpr std::int64_t kCopiedChunkBytes = std::int64_t{4} << 20;
 
 using LossesAndNormalizers = std::tuple<at::Tensor, at::Tensor>;
 
@@ -76,7 +75,7 @@ std::int64_t chunk_tokens(const at::Tensor& logits) {
   const bool has_contiguous_rows = logits.size(1) <= 1 || logits.stride(1) == 1;
   return has_contiguous_rows
              ? std::max<std::int64_t>(1, logits.size(0))
-             : tokens_per_chunk(logits.size(1), logits.scalar_type(), kLogitsChunkBytes);
+             : tokens_per_chunk(logits.size(1), logits.scalar_type(), kCopiedChunkBytes);
 }
 
 // Returns the losses and normalizers of all tokens. `logits_of(first, size)` returns the logits of
@@ -171,7 +170,7 @@ LossesAndNormalizers linear_cross_entropy(const at::Tensor& x,
                    target,
                    group,
                    x.options().dtype(loss_dtype(x)),
-                   tokens_per_chunk(weight.size(0), x.scalar_type(), kProductChunkBytes),
+                   tokens_per_product_chunk(x.device(), weight.sizes(), x.scalar_type()),
                    {vocab_start, num_classes, ignore_index, label_smoothing},
                    [&](std::int64_t first, std::int64_t size) {
                      return at::mm(tokens.narrow(0, first, size), weight.t());
@@ -200,7 +199,7 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
   // Summed over the chunks in the dtype of the losses.
   auto grad_weight = wants_weight ? at::zeros(weight.sizes(), weight.options().dtype(dtype))
                                   : at::empty({0}, x.options());
-  const auto chunk = tokens_per_chunk(weight.size(0), x.scalar_type(), kProductChunkBytes);
+  const auto chunk = tokens_per_product_chunk(x.device(), weight.sizes(), x.scalar_type());
   for_each_chunk(tokens.size(0), chunk, [&](std::int64_t first, std::int64_t size) {
     const auto x_chunk = tokens.narrow(0, first, size);
     const auto logits = at::mm(x_chunk, weight.t());
@@ -215,10 +214,8 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
       auto grad_x_chunk = grad_x.narrow(0, first, size);
       at::mm_out(grad_x_chunk, grad_logits, weight);
     }
-    if (wants_weight && dtype == x.scalar_type()) {
-      grad_weight.addmm_(grad_logits.t(), x_chunk);
-    } else if (wants_weight) {
-      grad_weight.add_(at::mm(grad_logits.t(), x_chunk));
+    if (wants_weight) {
+      add_product(grad_weight, grad_logits.t(), x_chunk);
     }
   });
   return {wants_x ? grad_x.view(x.sizes()) : grad_x, grad_weight.to(weight.scalar_type())};

@@ -339,3 +339,10 @@ def test_compile_export_script_and_autocast(rank: int) -> None:
         loss = model(*inputs)
     assert loss.dtype is torch.float32
     torch.testing.assert_close(loss, model(*inputs), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch was built without CUDA")
+@pytest.mark.parametrize("operator", ["aten::addmm.dtype_out", "aten::mm.dtype"])
+def test_torch_has_products_with_float32_sums_on_cuda(operator: str) -> None:
+    """The gradient of a half-precision weight is summed over chunks of tokens by these kernels; no GPU is needed."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CUDA")
