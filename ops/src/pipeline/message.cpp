@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <unordered_set>
 #include <utility>
 
 namespace weft::ops {
@@ -45,6 +46,18 @@ bool is_registered(const ProcessGroupPtr& group) {
 // its backend tells.
 bool is_fake_group(const ProcessGroupPtr& group) {
   return group->getBackend(c10::DeviceType::CPU)->getBackendName() == "fake";
+}
+
+c10::Stream current_stream_of(const c10::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+// Returns a contiguous host tensor to which `tensor` is copied. It is complete when the current
+// stream of the tensor's device has been synchronized. From CUDA, it is in pinned memory, to which
+// the device copies without the driver's own staging buffer.
+at::Tensor start_copy_to_host(const at::Tensor& tensor) {
+  const auto options = tensor.options().device(at::kCPU).pinned_memory(tensor.is_cuda());
+  return at::empty(tensor.sizes(), options).copy_(tensor, /*non_blocking=*/true);
 }
 
 }  // namespace
@@ -159,9 +172,19 @@ PipelineMessage::Contents PipelineMessage::prepare_to_send(const Tensors& tensor
   result.is_direct = link_ && std::ranges::all_of(tensors, [&](const at::Tensor& tensor) {
                        return tensor.device() == link_->device();
                      });
+  std::unordered_set<c10::Stream> copying;
   for (const auto& tensor : tensors) {
     const auto plain = tensor.resolve_conj().resolve_neg();
-    result.tensors.push_back((result.is_direct ? plain : plain.cpu()).contiguous());
+    if (result.is_direct || plain.is_cpu()) {
+      result.tensors.push_back(plain.contiguous());
+    } else {
+      result.tensors.push_back(start_copy_to_host(plain));
+      copying.insert(current_stream_of(plain.device()));
+    }
+  }
+  // Once for all tensors of a device, not for each.
+  for (const auto& stream : copying) {
+    stream.synchronize();
   }
   return result;
 }
@@ -270,7 +293,9 @@ Tensors PipelineMessage::take_tensors(const Layouts& layouts, bool is_answer) {
   wait_for_exchanges();
   auto tensors = std::exchange(host_buffers_, {});
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    tensors[i] = tensors[i].to(layouts[i].options.device());
+    // From pinned memory the host does not wait: torch reuses the buffer after the copy.
+    tensors[i] =
+        tensors[i].to(layouts[i].options.device(), tensors[i].scalar_type(), /*non_blocking=*/true);
   }
   return tensors;
 }
@@ -281,8 +306,7 @@ Tensors PipelineMessage::take_direct_tensors(const Layouts& layouts) {
     work.wait();
   }
   // The tensors were allocated on the receiving stream, not on the current one.
-  const auto current_stream =
-      c10::impl::VirtualGuardImpl(link_->device().type()).getStream(link_->device());
+  const auto current_stream = current_stream_of(link_->device());
   for (std::size_t i = 0; i < message.tensors.size(); ++i) {
     auto& tensor = message.tensors[i];
     if (current_stream != *message.stream) {
