@@ -102,6 +102,21 @@ def test_ranks_stay_warm_and_clean_between_cases() -> None:
     assert os.getpid() not in before
 
 
+def _make_group() -> str:
+    return dist.new_group([0, 1]).group_name
+
+
+def _has_group(name: str) -> bool:
+    return name in dist.distributed_c10d._world.pg_names.values()
+
+
+def test_groups_are_kept_on_request() -> None:
+    [kept, _] = run_on_ranks(2, _make_group, keeps_groups=True)
+    assert run_on_ranks(2, _has_group, name=kept) == [True, True]
+    [destroyed, _] = run_on_ranks(2, _make_group)
+    assert run_on_ranks(2, _has_group, name=kept) == run_on_ranks(2, _has_group, name=destroyed) == [False, False]
+
+
 def test_at_most_two_pools_live() -> None:
     pids = {size: run_on_ranks(size, _pid) for size in (1, 2, 3)}
     assert not any(is_running(pid) for pid in pids[1])

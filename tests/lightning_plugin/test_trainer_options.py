@@ -115,6 +115,7 @@ def assert_matches_one_device(folder: Path, layout: str, stage: int | None, **ca
     for _, values in run_on_ranks(
         num_data * num_tensor,
         fit,
+        keeps_groups=True,
         folder=str(folder),
         layout=layout,
         stage=stage,
@@ -177,7 +178,9 @@ def test_float16(tmp_path: Path, layout: str, stage: int | None) -> None:
     case = {"folder": str(tmp_path), "module_options": {"dtype": torch.float32}}
     [(losses, expected)] = run_on_ranks(1, fit, layout="", stage=None, **case)
     num_data, num_tensor = NUM_RANKS[layout]
-    results = run_on_ranks(num_data * num_tensor, fit, layout=layout, stage=stage, precision="16-true", **case)
+    results = run_on_ranks(
+        num_data * num_tensor, fit, keeps_groups=True, layout=layout, stage=stage, precision="16-true", **case
+    )
     means = torch.tensor([result[0] for result in results]).mean(0)
     torch.testing.assert_close(means, torch.tensor(losses), rtol=2e-3, atol=0)
     before, after = dict(Decoder(torch.float32).named_parameters()), results[0][1]

@@ -47,6 +47,7 @@ class Case:
     qualname: str
     arguments: bytes  # a pickled dict; unpickling needs the module to be loaded
     wanted: tuple[str, ...]  # which of "rank" and "world_size" the function takes
+    keeps_groups: bool = False  # whether the next case on these ranks finds this one's sub-groups and meshes
 
 
 @dataclass

@@ -37,14 +37,16 @@ def run_rank(fd: int, folder: Path, rank: int, world_size: int) -> None:
         connection = Connection(fd)
         _answer(connection, lambda: _join_group(folder, rank, world_size))
         environment = dict(os.environ)
+        keeps_groups = False
         while True:
             try:
                 request = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
             if request is None:
-                _answer(connection, lambda: _reset(environment))
+                _answer(connection, lambda keeps=keeps_groups: _reset(environment, keeps))
             else:
+                keeps_groups = request["keeps_groups"]
                 _answer(connection, lambda case=request: _run_case(case, rank, world_size))
 
 
@@ -145,15 +147,20 @@ def _find_body(module: ModuleType, qualname: str) -> Callable[..., object]:
 
 
 def _forget_meshes() -> None:
-    """Clear DTensor's caches: they take a new mesh for an earlier one of equal sizes, whose groups are destroyed."""
+    """Clear the plugin's meshes, and DTensor's caches, which take a new mesh for an earlier one of equal sizes."""
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    if "weft._plugin.meshes" in sys.modules:
+        sys.modules["weft._plugin.meshes"]._meshes.clear()
 
 
-def _reset(environment: dict[str, str]) -> None:
-    """Reset the rank between two cases. The barriers fail if ranks have not called the same collectives."""
+def _reset(environment: dict[str, str], keeps_groups: bool) -> None:
+    """Reset the rank between two cases. The barriers fail if ranks have not called the same collectives.
+
+    `keeps_groups`: leave sub-groups, and DTensor's caches with the meshes on them, to the next case.
+    """
     import torch
     import torch.distributed as dist
 
@@ -162,9 +169,10 @@ def _reset(environment: dict[str, str]) -> None:
         raise RuntimeError("the test destroyed the default process group, which belongs to the pool; do not")
     world = dist.group.WORLD
     dist.barrier()
-    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not world]:
-        dist.destroy_process_group(group)
-    _forget_meshes()
+    if not keeps_groups:
+        for group in [g for g in dist.distributed_c10d._world.pg_map if g is not world]:
+            dist.destroy_process_group(group)
+        _forget_meshes()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     torch.set_num_threads(1)

@@ -27,11 +27,13 @@ DEFAULT_SECONDS = 120.0
 _GIVEN_BY_RANK = ("rank", "world_size")
 
 
-def on_ranks(*world_sizes: int, timeout: float = DEFAULT_SECONDS) -> Callable[[Callable[..., None]], Any]:
+def on_ranks(
+    *world_sizes: int, timeout: float = DEFAULT_SECONDS, keeps_groups: bool = False
+) -> Callable[[Callable[..., None]], Any]:
     """Make a test, once per world size, of a body that takes `rank` and/or `world_size`.
 
     The test fails if any rank fails, dies, or needs more than `timeout` seconds. It is skipped if every rank calls
-    pytest.skip. After a failure the next test gets fresh ranks.
+    pytest.skip. After a failure the next test gets fresh ranks. `keeps_groups`: see `run_on_ranks`.
     """
     if not world_sizes or not all(isinstance(size, int) for size in world_sizes):
         raise TypeError(f"on_ranks takes world sizes, not {world_sizes}; write for example @on_ranks(1, 2)")
@@ -43,7 +45,7 @@ def on_ranks(*world_sizes: int, timeout: float = DEFAULT_SECONDS) -> Callable[[C
         @functools.wraps(body)
         def test(*args: object, world_size: int, **kwargs: object) -> None:
             try:
-                POOLS.get(world_size).run(_case(body, kwargs, wanted), timeout)
+                POOLS.get(world_size).run(_case(body, kwargs, wanted, keeps_groups), timeout)
             except RankFailure as failure:
                 text = str(failure)
             except RanksSkipped as skip:
@@ -66,9 +68,13 @@ def run_on_ranks(
     function: Callable[..., object] | str,
     *,
     timeout: float = DEFAULT_SECONDS,
+    keeps_groups: bool = False,
     **kwargs: object,
 ) -> list[Any]:
     """Call `function(rank=..., world_size=..., **kwargs)` on every rank; return the results by rank.
+
+    keeps_groups: the next case on these ranks finds the sub-groups of this one. It may use the same meshes again, for
+        which DTensor has already found the placements of each operator's result.
 
     `function` is a function at a module's top level, which gets `rank` and `world_size` if it takes them, or
     "path/to/file.py::name", which always gets both. Results are pickled. Raises RankFailure.
@@ -77,18 +83,21 @@ def run_on_ranks(
         path, separator, name = function.partition("::")
         if not separator or not Path(path).is_file():
             raise ValueError(f"{function!r} names no function of a file; write 'path/to/file.py::name'")
-        case = Case(str(Path(path).resolve()), Path(path).stem, name, pickle.dumps(kwargs), _GIVEN_BY_RANK)
+        source, arguments = str(Path(path).resolve()), pickle.dumps(kwargs)
+        case = Case(source, Path(path).stem, name, arguments, _GIVEN_BY_RANK, keeps_groups)
     else:
         body = getattr(function, "rank_body", function)
         parameters = inspect.signature(body).parameters
-        case = _case(body, kwargs, tuple(name for name in _GIVEN_BY_RANK if name in parameters))
+        case = _case(body, kwargs, tuple(name for name in _GIVEN_BY_RANK if name in parameters), keeps_groups)
     try:
         return POOLS.get(world_size).run(case, timeout)
     except RanksSkipped as skip:
         pytest.skip(str(skip))
 
 
-def _case(body: Callable[..., object], kwargs: dict[str, object], wanted: tuple[str, ...]) -> Case:
+def _case(
+    body: Callable[..., object], kwargs: dict[str, object], wanted: tuple[str, ...], keeps_groups: bool = False
+) -> Case:
     if "<locals>" in body.__qualname__ or "<lambda>" in body.__qualname__:
         raise ValueError(f"ranks cannot find {body.__qualname__!r} by its name; move it to the top level of its module")
     for name, value in kwargs.items():
@@ -105,4 +114,5 @@ def _case(body: Callable[..., object], kwargs: dict[str, object], wanted: tuple[
         body.__qualname__,
         pickle.dumps(kwargs),
         wanted,
+        keeps_groups,
     )

@@ -103,10 +103,7 @@ def trainer(devices: int, strategy: Any, folder: Path | str, **options: Any) -> 
 
 def on_warm_rank(rank: int, world_size: int) -> None:
     """Make this rank of the tests' pool look to Lightning like one that torchrun has started."""
-    from weft._plugin import meshes
-
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
-    meshes._meshes.clear()  # the pool destroys the groups of the previous case
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
