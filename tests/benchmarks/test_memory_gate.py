@@ -47,7 +47,7 @@ print(*memory_gate.differences({name: golden[name]}, rows), *misses, sep="\\n")
 
 @requires_golden_torch
 def test_extra_element_is_detected() -> None:
-    result = run_process([sys.executable, "-c", EXTRA_ELEMENT], env=ENVIRONMENT, timeout=100)
+    result = run_process([sys.executable, "-c", EXTRA_ELEMENT], env=ENVIRONMENT, timeout=100, warm_processes=1)
     assert result.returncode == 0, result.stderr
     old, parameters = (GOLDEN["rows"]["feed_forward, weft, 2 ranks"][figure] for figure in ("training", "parameters"))
     lines = result.stdout.splitlines()
@@ -67,7 +67,7 @@ print(json.dumps(rows))
 
 @requires_golden_torch
 def test_simulated_ranks_match_golden_file() -> None:
-    result = run_process([sys.executable, "-c", SIMULATED], env=ENVIRONMENT, timeout=200)
+    result = run_process([sys.executable, "-c", SIMULATED], env=ENVIRONMENT, timeout=200, warm_processes=1)
     assert result.returncode == 0, result.stderr
     rows = json.loads(result.stdout.splitlines()[-1])
     for n, column in ((1, "weft"), (2, "weft_in_backward"), (8, "weft_checkpointed")):
@@ -131,7 +131,7 @@ def test_report_lists_failed_rows(tmp_path: Path) -> None:
     program = "import json; from pathlib import Path; from memory_report import write_report"
     program += f"; folder = Path({str(tmp_path)!r})"
     program += "; write_report(json.loads((folder / 'source.json').read_text()), folder)"
-    result = run_process([sys.executable, "-c", program], env=ENVIRONMENT, timeout=100)
+    result = run_process([sys.executable, "-c", program], env=ENVIRONMENT, timeout=100, warm_processes=1)
     assert result.returncode == 0, result.stderr
     table = (tmp_path / "table.md").read_text()
     assert table.startswith("A GPU (driver 1.2, CUBLAS_WORKSPACE_CONFIG=:16:8), rank 0 with the others simulated, ")
@@ -165,7 +165,7 @@ assert differences(golden, golden) == []
 
 
 def test_decreases_and_added_or_missing_rows_are_differences() -> None:
-    result = run_process([sys.executable, "-c", DIFFERENCES], env=ENVIRONMENT, timeout=100)
+    result = run_process([sys.executable, "-c", DIFFERENCES], env=ENVIRONMENT, timeout=100, warm_processes=1)
     assert result.stdout.splitlines() == [
         "a: peak 10 -> 9 bytes.",
         "gone: the row is missing.",
@@ -175,7 +175,8 @@ def test_decreases_and_added_or_missing_rows_are_differences() -> None:
 
 def test_update_requires_reason() -> None:
     before = (BENCHMARKS / "memory_golden.json").read_bytes()
-    result = run_process([sys.executable, BENCHMARKS / "memory_gate.py", "--update", "why"], env=ENVIRONMENT)
+    command = [sys.executable, BENCHMARKS / "memory_gate.py", "--update", "why"]
+    result = run_process(command, env=ENVIRONMENT, warm_processes=1)
     assert result.returncode == 2 and "give a reason of a few words to --update" in result.stderr
     assert (BENCHMARKS / "memory_golden.json").read_bytes() == before
     assert all(len(change["reason"].split()) >= 3 for change in GOLDEN["changes"])

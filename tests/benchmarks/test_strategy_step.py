@@ -26,7 +26,7 @@ print(json.dumps(rows_of(Size(32, 16, 2, num_layers=2), sys.argv[1], 2)))
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
 def test_small_row(layout: str) -> None:
-    result = run_process([sys.executable, "-c", SMALL, layout], env=ENVIRONMENT, timeout=200)
+    result = run_process([sys.executable, "-c", SMALL, layout], env=ENVIRONMENT, timeout=200, warm_processes=1)
     assert result.returncode == 0, result.stderr[-3000:]
     stock, ours = json.loads(result.stdout.splitlines()[-1])
     assert (stock["candidate"], stock["ratio"], ours["candidate"]) == ("stock", 1.0, "weft")
@@ -54,7 +54,7 @@ print(*failures(rows), sep="\\n")
 
 
 def test_failures_below_limits() -> None:
-    result = run_process([sys.executable, "-c", FAILURES], env=ENVIRONMENT, timeout=100)
+    result = run_process([sys.executable, "-c", FAILURES], env=ENVIRONMENT, timeout=100, warm_processes=1)
     assert result.stdout.splitlines() == [
         "tp2, dim 128, weft: 0.600 of stock's time, wanted 0.5 (noise 0.050).",
         "tp2, dim 128, weft_on_gloo: a peak of 10 bytes, wanted less than stock's 10.",

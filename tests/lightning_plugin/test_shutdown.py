@@ -51,9 +51,9 @@ PAIRS = {
 }
 
 
-def _check(launcher: list[str], actions: tuple[str, str], stop: Stop) -> str:
+def _check(launcher: list[str], actions: tuple[str, str], stop: Stop, warm_processes: int = 0) -> str:
     """Run a tree until it hangs, stop it, and assert that it ends in time; return its stderr."""
-    with ProcessTree([*launcher, str(SCRIPT), *actions], env=ENVIRONMENT) as tree:
+    with ProcessTree([*launcher, str(SCRIPT), *actions], env=ENVIRONMENT, warm_processes=warm_processes) as tree:
         for rank in (0, 1):
             tree.wait_for_text(
                 f"READY {rank}", timeout=240
@@ -71,8 +71,9 @@ def _check(launcher: list[str], actions: tuple[str, str], stop: Stop) -> str:
 @pytest.mark.parametrize("case", PAIRS)
 def test_no_process_is_left(case: str) -> None:
     trees, stop = PAIRS[case]
+    num_warm = 0 if case == "SIGTERM" else 2  # one case starts new interpreters, as a user does
     with ThreadPoolExecutor(len(trees)) as pool:
-        for stderr in pool.map(lambda actions: _check([sys.executable], actions, stop), trees):
+        for stderr in pool.map(lambda actions: _check([sys.executable], actions, stop, num_warm), trees):
             assert stop is not _wait_for_exception or "this rank fails on purpose" in stderr
 
 
@@ -88,9 +89,9 @@ def test_no_process_is_left_under_torchrun() -> None:
 
 def test_error_on_all_ranks_has_one_traceback() -> None:
     python = [sys.executable]
-    launchers = (python, [*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])
-    with ThreadPoolExecutor(len(launchers)) as pool:
-        for stderr in pool.map(lambda launcher: _check(launcher, ("raise", "raise"), _wait_for_exception), launchers):
+    trees = ((python, 2), ([*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], 0))
+    with ThreadPoolExecutor(len(trees)) as pool:
+        for stderr in pool.map(lambda tree: _check(tree[0], ("raise", "raise"), _wait_for_exception, tree[1]), trees):
             rank_lines = [line for line in stderr.splitlines() if line.startswith(("[rank0]:", "[rank1]:"))]
             assert [line for line in rank_lines if "Traceback" in line] == rank_lines[:1], stderr
             assert rank_lines[-1].endswith("RuntimeError: this rank fails on purpose"), stderr

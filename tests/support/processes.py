@@ -13,13 +13,17 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from support.warm_server import WarmProcess
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 0x4
-_TREE_VARIABLE = "WEFT_TEST_TREE"
+TREE_VARIABLE = "WEFT_TEST_TREE"
 _POLL_SECONDS = 0.02
-_WITHOUT_OPTIONAL = Path(__file__).with_name("without_optional")
+WITHOUT_OPTIONAL = Path(__file__).with_name("without_optional")
 
 # Execs the command after the prctl of `die_with_parent`. (A preexec_fn would run Python between fork and exec of a
 # process that has threads.) Restores SIGINT's default action: a shell starts background jobs with SIGINT ignored,
@@ -69,31 +73,41 @@ class ProcessTree:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         has_optional_packages: bool = False,
+        warm_processes: int = 0,
     ) -> None:
         """
         Args:
             has_optional_packages: the tree can import the packages that `without_optional` hides; its processes start
                 more slowly.
+            warm_processes: if positive, the command is a Python program, and it and the first programs that it starts,
+                this many in all, are forks of a process that has imported torch and Lightning: see `warm_programs`.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="weft-tree-")
         self._out_path = Path(self._folder.name, "stdout")
         self._err_path = Path(self._folder.name, "stderr")
         token = uuid.uuid4().hex
-        environment = {**os.environ, **(env or {}), _TREE_VARIABLE: token}
+        environment = {**os.environ, **(env or {}), TREE_VARIABLE: token}
         if not has_optional_packages:
-            search_path = [str(_WITHOUT_OPTIONAL), *filter(None, [environment.get("PYTHONPATH")])]
+            search_path = [str(WITHOUT_OPTIONAL), *filter(None, [environment.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(search_path)
         self._start = time.monotonic()
+        self._process: subprocess.Popen[bytes] | WarmProcess
         with self._out_path.open("wb") as out, self._err_path.open("wb") as err:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *map(str, command)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                cwd=cwd,
-                env=environment,
-                start_new_session=True,
-            )
+            if warm_processes:
+                from support.warm_server import SERVER
+
+                folder, text = os.fspath(cwd or os.getcwd()), list(map(str, command))
+                self._process = SERVER.start(text, environment, folder, warm_processes - 1, (out, err))
+            else:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *map(str, command)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    cwd=cwd,
+                    env=environment,
+                    start_new_session=True,
+                )
         self._command = " ".join(map(str, command))
         self.pgid = self._process.pid
         _tokens[self.pgid] = token
@@ -202,7 +216,7 @@ def processes_left(pgid: int) -> dict[int, str]:
     processes do not count either: they have lost their environment, so the result would depend on timing.
     """
     token = _tokens.get(pgid)
-    marker = f"{_TREE_VARIABLE}={token}".encode() if token else None
+    marker = f"{TREE_VARIABLE}={token}".encode() if token else None
     left = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():

@@ -1,0 +1,170 @@
+"""Runs Python programs in forks of a process that has imported torch, Lightning and weft, which takes 5 CPU seconds.
+
+`next_program` is what such a process runs. The fork that becomes a program has the environment, arguments, module
+search path, standard streams, session and signal handlers of a new interpreter; `/proc` shows the token of its tree. It
+ends as an interpreter does, with its exit handlers. Its parent is this process.
+
+A program may start `num_children` Python programs with `subprocess.Popen`, as Lightning's launcher does. Their
+processes are forked before the program runs, so that they are its children and have none of its state. All other uses
+of Popen start a new process.
+
+A program that forgets to import a module still finds it: tests of imports need a new interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from support.processes import TREE_VARIABLE, die_with_parent
+
+MAX_PACKET_BYTES = 1 << 17
+TOKEN_LENGTH = 32
+# Each with the modules that it loads at first use.
+_PRELOADED = (
+    "lightning.pytorch",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.utils.data",
+    "weft.strategy.apply",
+    "weft.strategy.data_parallel",
+    "weft.strategy.optimizers.fused_optimizers",
+    "weft.strategy.planning.layout",
+    "weft.strategy.reports.summary",
+    "weft.lightning",
+)
+
+
+def next_program(fd: int, search_path: list[str]) -> CodeType:
+    """Serve requests on the socket `fd`; return, in a fork, the code that the fork must run in `__main__`.
+
+    Requests are JSON packets, answered in order:
+        {"command": [str], "env": {str: str}, "cwd": str, "num_children": int} + fds of stdout, stderr  -> {"pid": int}
+        {"reap": pid}                                              -> {"status": exit status, negative: a signal}
+    The process ends when the socket is closed; its programs end with it. `search_path`: of a new interpreter.
+    """
+    control = socket.socket(fileno=fd)
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    if num_threads != 1:
+        raise RuntimeError(f"the imports started {num_threads - 1} threads, which a fork would lose; preload less")
+    gc.collect()
+    gc.freeze()  # so that the programs' collectors do not write to the shared pages
+    _send(control, {"ready": True})
+    server_pid = os.getpid()
+    while True:
+        packet, fds, _, _ = socket.recv_fds(control, MAX_PACKET_BYTES, 2)
+        if not packet:
+            os._exit(0)
+        request = json.loads(packet)
+        if "reap" in request:
+            _send(control, {"status": os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])})
+            continue
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            die_with_parent(server_pid)
+            control.close()
+            for target, source in enumerate((os.open(os.devnull, os.O_RDONLY), *fds)):
+                os.dup2(source, target)
+                os.close(source)
+            return _program_with_children(request, search_path)
+        for each in fds:
+            os.close(each)
+        _send(control, {"pid": pid})
+
+
+def _program_with_children(request: dict[str, Any], search_path: list[str]) -> CodeType:
+    """Fork the children; return the code of this program or, in a child that has been started, of that child."""
+    waiting: list[tuple[int, int]] = []
+    for _ in range(request["num_children"]):
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            for _, other in waiting:
+                os.close(other)
+            os.close(writer)
+            with os.fdopen(reader) as pipe:
+                text = pipe.read()
+            if not text:
+                os._exit(0)  # the program has ended without starting this child
+            return _become(json.loads(text), search_path)
+        os.close(reader)
+        waiting.append((pid, writer))
+
+    class Popen(subprocess.Popen):
+        """Popen that starts one of the waiting children for a Python program without pipes."""
+
+        def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any) -> None:
+            pass_fds, cwd, env, _, _, shell, *pipes = rest[:12]
+            is_python = isinstance(args, (list, tuple)) and args[0] == sys.executable
+            if waiting and is_python and not (shell or executable or preexec_fn or pass_fds) and set(pipes) == {-1}:
+                self.pid, writer = waiting.pop(0)
+                self._child_created = True
+                command = {"command": list(map(str, args)), "env": dict(os.environ if env is None else env)}
+                command |= {"cwd": os.fspath(cwd or os.getcwd()), "new_session": True in rest[12:]}
+                with os.fdopen(writer, "w") as pipe:
+                    pipe.write(json.dumps(command))
+            else:
+                super()._execute_child(args, executable, preexec_fn, close_fds, *rest)
+
+    subprocess.Popen = Popen  # type: ignore[misc]
+    return _become(request, search_path)
+
+
+def _become(request: dict[str, Any], search_path: list[str]) -> CodeType:
+    """Give this process the state of a new interpreter with this command; return the program's code."""
+    atexit.register(gc.unfreeze)  # else the end of the interpreter frees less, and libraries report leaks
+    if request.get("new_session"):
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    _show_token(request["env"][TREE_VARIABLE])
+    os.chdir(request["cwd"])
+    for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = os.fdopen(fd, mode, buffering=1 if name == "stderr" else -1, closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    arguments = [each for each in request["command"][1:] if each != "-u"]
+    folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    if arguments[0] in ("-c", "-m"):
+        kind, text, *rest = arguments
+        sys.argv, sys.path[:] = [kind, *rest], ["" if kind == "-c" else os.getcwd(), *folders, *search_path]
+        if kind == "-m":
+            text = f"import runpy; runpy.run_module({text!r}, run_name='__main__', alter_sys=True)"
+        code = compile(text, "<string>", "exec", dont_inherit=True)
+    else:
+        path = Path(arguments[0])
+        sys.argv, sys.path[:] = arguments, [str(path.resolve().parent), *folders, *search_path]
+        sys.modules["__main__"].__file__ = str(path)
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    # What importing weft.lightning does in a child of weft's launcher.
+    sys.modules["weft._plugin.process_guard"].watch_launcher()
+    return code
+
+
+def _show_token(token: str) -> None:
+    """Write the token over the one in the environment with which this process was started, which /proc shows."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[47]), int(fields[48])
+    name = f"{TREE_VARIABLE}=".encode()
+    offset = ctypes.string_at(start, end - start).index(name) + len(name)
+    assert len(token) == TOKEN_LENGTH
+    ctypes.memmove(start + offset, token.encode(), TOKEN_LENGTH)
+
+
+def _send(control: socket.socket, message: dict[str, object]) -> None:
+    control.send(json.dumps(message).encode())
