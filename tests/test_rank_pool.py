@@ -117,10 +117,15 @@ def test_groups_are_kept_on_request() -> None:
     assert run_on_ranks(2, _has_group, name=kept) == run_on_ranks(2, _has_group, name=destroyed) == [False, False]
 
 
-def test_at_most_two_pools_live() -> None:
-    pids = {size: run_on_ranks(size, _pid) for size in (1, 2, 3)}
-    assert not any(is_running(pid) for pid in pids[1])
-    assert all(is_running(pid) for pid in pids[2] + pids[3])
+def test_least_recently_used_pools_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    POOLS.close()
+    monkeypatch.setattr(POOLS, "MAX_LIVE_RANKS", 6)
+    pids = {size: run_on_ranks(size, _pid) for size in (2, 1, 3)}
+    assert all(is_running(pid) for pid in pids[1] + pids[2] + pids[3])
+    assert run_on_ranks(2, _pid) == pids[2]
+    pids[4] = run_on_ranks(4, _pid)
+    assert not any(is_running(pid) for pid in pids[1] + pids[3])
+    assert all(is_running(pid) for pid in pids[2] + pids[4])
 
 
 def _fail_on(rank: int, bad_rank: int) -> None:

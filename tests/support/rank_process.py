@@ -148,10 +148,11 @@ def _find_body(module: ModuleType, qualname: str) -> Callable[..., object]:
 
 def _forget_meshes() -> None:
     """Clear the plugin's meshes, and DTensor's caches, which take a new mesh for an earlier one of equal sizes."""
-    from torch.distributed.tensor import _redistribute, debug
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
 
-    debug._clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
     if "weft._plugin.meshes" in sys.modules:
         sys.modules["weft._plugin.meshes"]._meshes.clear()
 

@@ -19,7 +19,7 @@ from weft.lightning import WeftModelParallelStrategy
 # The first step creates the optimizer's states, the second uses them, and a wrong step changes all later losses.
 STEPS = 4
 VOCAB = 37
-# (data_replicate, data_parallel, tensor_parallel), by the number of ranks: few pools of ranks exist at a time.
+# (data_replicate, data_parallel, tensor_parallel), by the number of ranks, so that pools of ranks live long.
 MESHES = {
     "tp1": (1, 1, 1),
     "tp2": (1, 1, 2),
