@@ -131,7 +131,7 @@ def test_report_lists_failed_rows(tmp_path: Path) -> None:
     program = "import json; from pathlib import Path; from memory_report import write_report"
     program += f"; folder = Path({str(tmp_path)!r})"
     program += "; write_report(json.loads((folder / 'source.json').read_text()), folder)"
-    result = run_process([sys.executable, "-c", program], env=ENVIRONMENT, timeout=100, warm_processes=1)
+    result = run_process([sys.executable, "-c", program], env=ENVIRONMENT, timeout=100, has_optional_packages=True)
     assert result.returncode == 0, result.stderr
     table = (tmp_path / "table.md").read_text()
     assert table.startswith("A GPU (driver 1.2, CUBLAS_WORKSPACE_CONFIG=:16:8), rank 0 with the others simulated, ")

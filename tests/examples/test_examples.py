@@ -29,8 +29,8 @@ from weft.strategy.planning.layout import Sizes
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
 
 
-# They import packages that other processes of the tests do not see.
-WITH_OPTIONAL_PACKAGES = {"05_huggingface.py", "08_pipeline_resnet50.py"}
+# They import packages that other processes of the tests do not see; the last two draw.
+WITH_OPTIONAL_PACKAGES = {"05_huggingface.py", "08_pipeline_resnet50.py", "12_pipeline_trainer.py"}
 
 
 def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0, warm_ranks: int = 0) -> str:

@@ -1,6 +1,6 @@
 """Hides optional packages from a process whose PYTHONPATH has this folder; `support.processes` starts such processes.
 
-torchmetrics, which Lightning imports, imports these packages where they are installed. They take a quarter of the time
+torchmetrics, which Lightning imports, imports these packages where they are installed. They take a third of the time
 that `import weft.lightning` takes, and users of weft need not have them.
 
 If the process has the CUDA runtime without a device, its operators are loaded, too: see `support.cuda_runtime`.
@@ -14,7 +14,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
 
-HIDDEN = {"torchvision", "transformers"}
+HIDDEN = {"matplotlib", "torchvision", "transformers"}
 
 _distribution = importlib.metadata.distribution
 
