@@ -94,7 +94,8 @@ LAYOUTS = {
 @pytest.mark.parametrize(("layout", "zero_stage"), [case for cases in LAYOUTS.values() for case in cases])
 def test_matches_one_device(layout: str, zero_stage: int, optimizer: str) -> None:
     world_size = next(size for size, cases in LAYOUTS.items() if (layout, zero_stage) in cases)
-    run_on_ranks(world_size, check_matches_one_device, layout=layout, zero_stage=zero_stage, optimizer=optimizer)
+    case = {"layout": layout, "zero_stage": zero_stage, "optimizer": optimizer}
+    run_on_ranks(world_size, check_matches_one_device, keeps_groups=True, **case)
 
 
 def check_matches_one_device(rank: int, world_size: int, layout: str, zero_stage: int, optimizer: str) -> None:

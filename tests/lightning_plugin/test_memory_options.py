@@ -18,7 +18,7 @@ from support.ranks import on_ranks
 from weft.lightning import WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 
-NUM_STEPS = 20
+NUM_STEPS = 8
 BASELINE = {"plan": "auto", "fused_optimizers": False, "empty_init": False}
 RECOMPUTE = {
     "model.layers.*.feed_forward": {"style": "column_row_mlp", "recompute": True},
@@ -75,7 +75,7 @@ def _losses(world_size: int, folder: Path, optimizer: str, **options: Any) -> li
     return model.losses
 
 
-@on_ranks(1, 2, timeout=300)
+@on_ranks(1, 2, timeout=300, keeps_groups=True)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_losses_match_baseline(rank: int, world_size: int, tmp_path: Path, optimizer: str) -> None:
     on_warm_rank(rank, world_size)
