@@ -79,7 +79,8 @@ def test_matches_one_device(tmp_path: Path, model: str) -> None:
     for world_size, layout, more in LAYOUTS.values():
         if model == "adamw" and "dp2" in layout:
             continue  # each rank lowers its learning rate by its own validation
-        for result in run_on_ranks(world_size, run_all_loops, layout=layout, options=more, **options):
+        results = run_on_ranks(world_size, run_all_loops, keeps_groups=True, layout=layout, options=more, **options)
+        for result in results:
             assert_matches_one_device(result, expected, has_all_data="dp2" not in layout)
 
 
