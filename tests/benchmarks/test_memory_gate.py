@@ -103,6 +103,15 @@ def test_simulated_ranks_on_one_cuda_device() -> None:
     assert rows["feed_forward, weft, 8"]["startup"]["allocated"] <= 1.05 * weights / 8
 
 
+@requires_golden_torch
+@pytest.mark.cuda_runtime
+def test_rows_on_cuda_match_golden_file() -> None:
+    environment = {**ENVIRONMENT, **cuda_runtime.environment(skip_kernels=True)}
+    result = run_process([sys.executable, BENCHMARKS / "memory_gate.py", "--cuda"], env=environment, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    assert "16 rows as they were" in result.stdout
+
+
 def test_report_lists_failed_rows(tmp_path: Path) -> None:
     report = {
         "device": "cuda",

@@ -158,13 +158,30 @@ bool Wire::move_bytes(Progress& message, int socket) const {
 // First all messages, then all confirmations, so that each socket carries them in one order.
 void Wire::exchange(const std::vector<Transfer>& sent, const std::vector<Transfer>& received) {
   std::vector<Progress> messages, confirmations;
+  std::vector<const Transfer*> to_self, from_self;
   for (const Transfer& each : sent) {
+    if (each.peer == rank_) {
+      to_self.push_back(&each);
+      continue;
+    }
     messages.push_back({each.peer, true, header_of(each), &each});
     confirmations.push_back({.peer = each.peer, .is_outgoing = false});
   }
   for (const Transfer& each : received) {
+    if (each.peer == rank_) {
+      from_self.push_back(&each);
+      continue;
+    }
     messages.push_back({each.peer, false, std::vector<char>(kNameBytes), &each});
     confirmations.push_back({.peer = each.peer, .is_outgoing = true});
+  }
+  if (to_self.size() != from_self.size()) fail("a rank sends to itself what it does not receive");
+  for (std::size_t i = 0; i < to_self.size(); ++i) {
+    if (header_of(*to_self[i]) != header_of(*from_self[i])) {
+      fail("a rank sends to itself " + std::string(header_of(*to_self[i]).data()) +
+           ", and receives " + header_of(*from_self[i]).data());
+    }
+    std::memmove(from_self[i]->bytes, to_self[i]->bytes, to_self[i]->num_bytes);
   }
   progress(messages);
   progress(confirmations);

@@ -356,6 +356,37 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad_y,
   return {grad_x, grad_weight};
 }
 
+// Products with a result of another dtype exist on CUDA only, which accumulates in float32.
+at::Tensor mm_dtype(const at::Tensor& a, const at::Tensor& b, at::ScalarType type) {
+  return at::mm(a.to(type), b.to(type));
+}
+
+at::Tensor& mm_dtype_out(const at::Tensor& a,
+                         const at::Tensor& b,
+                         at::ScalarType type,
+                         at::Tensor& out) {
+  return out.copy_(mm_dtype(a, b, type));
+}
+
+at::Tensor addmm_dtype(const at::Tensor& self,
+                       const at::Tensor& a,
+                       const at::Tensor& b,
+                       at::ScalarType type,
+                       const at::Scalar& beta,
+                       const at::Scalar& alpha) {
+  return at::addmm(self.to(type), a.to(type), b.to(type), beta, alpha);
+}
+
+at::Tensor& addmm_dtype_out(const at::Tensor& self,
+                            const at::Tensor& a,
+                            const at::Tensor& b,
+                            at::ScalarType type,
+                            const at::Scalar& beta,
+                            const at::Scalar& alpha,
+                            at::Tensor& out) {
+  return out.copy_(addmm_dtype(self, a, b, type, beta, alpha));
+}
+
 // Operators that only allocate or describe memory, and those with a version of their own below.
 const std::set<std::string>& left_to_torch() {
   static const std::set<std::string> names{"aten::resize_",
@@ -413,6 +444,10 @@ const bool kIsRegistered = [] {
     registrations().impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
   registrations().impl("copy_", TORCH_FN(copy));
+  registrations().impl("mm.dtype", TORCH_FN(mm_dtype));
+  registrations().impl("mm.dtype_out", TORCH_FN(mm_dtype_out));
+  registrations().impl("addmm.dtype", TORCH_FN(addmm_dtype));
+  registrations().impl("addmm.dtype_out", TORCH_FN(addmm_dtype_out));
   registrations().impl("native_dropout", TORCH_FN(native_dropout));
   registrations().impl("_fused_rms_norm_backward", TORCH_FN(rms_norm_backward));
   return true;
