@@ -87,6 +87,20 @@ at::Tensor for_shapes(const at::Tensor& tensor) {
       tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta).pinned_memory(false));
 }
 
+// The statistics that norms save are float32 on CUDA, and of the input's dtype on the CPU, which
+// takes no mixture.
+bool takes_statistics(const c10::OperatorHandle& op) {
+  static const std::set<std::string> names{"aten::native_layer_norm_backward",
+                                           "aten::native_group_norm_backward",
+                                           "aten::native_batch_norm_backward"};
+  return names.contains(op.operator_name().name);
+}
+
+at::Tensor in_float32(const at::Tensor& tensor) {
+  const bool is_half = tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;
+  return is_half ? tensor.to(at::kFloat) : tensor;
+}
+
 // One call of an operator.
 class Call {
  public:
@@ -156,9 +170,13 @@ class Call {
   std::function<Stack()> work() const {
     Stack args;
     for (const c10::IValue& arg : args_) args.push_back(converted(arg, for_work));
-    return [op = op_, args = std::move(args), seed = seed_, generator = generator_] {
+    const bool widens = takes_statistics(op_);
+    return [op = op_, args = std::move(args), seed = seed_, generator = generator_, widens] {
       const at::AutoDispatchBelowAutograd below;
       Stack stack = args;
+      if (widens) {
+        for (c10::IValue& arg : stack) arg = converted(arg, in_float32);
+      }
       if (seed) stack[generator] = at::detail::createCPUGenerator(*seed);
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
       return stack;
