@@ -65,7 +65,8 @@ def load() -> None:
     import torch
 
     torch.ops.load_library(str(LIBRARIES / "libweft_host_operators.so"))
-    # Kernels that only a device can run: attention and scripts are composed of operators instead.
+    # Kernels that only a device can run: torch uses its other operators instead.
+    torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,0 +1,57 @@
+"""Pipeline stages on a CUDA device each, on the runtime without a device: messages, links and the Trainer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning_plugin.test_trainer_pipeline import assert_matches_one_device, run_all_loops
+from ops.on_device import world_on
+from ops.test_pipeline import check_stages
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from support import cuda_runtime
+from support.ranks import on_ranks, run_on_ranks
+from weft import pipeline_links
+
+pytestmark = pytest.mark.cuda_runtime
+BACKEND = "cpu:weft,cuda:nccl"
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("order", ["all forward, all backward", "one forward, one backward"])
+def test_messages_over_links(rank: int, world_size: int, order: str) -> None:
+    """Links send over NCCL; streams run as late as they may."""
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend=BACKEND)
+    pipeline_links.link(group, [peer for peer in range(world_size) if peer != rank], torch.device("cuda", rank))
+    sent = cuda_runtime.count("nccl send")
+    try:
+        with torch.device("cuda", rank):
+            check_stages(rank, world_size, order, group.group_name)
+        assert cuda_runtime.count("nccl send") > sent
+    finally:
+        pipeline_links.unlink(group)
+
+
+def _run_on_cuda(rank: int, world_size: int, links: str, **case: Any) -> dict[str, Any]:
+    torch.cuda.set_device(rank)
+    os.environ["WEFT_PIPELINE_LINKS"] = links
+    with world_on(BACKEND):
+        result = run_all_loops(rank, world_size, **case, accelerator="cuda")
+    return pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, result)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "links"), [(2, "pp2", "never"), (2, "pp2", "always"), (4, "pp2,tp2", "never")]
+)
+def test_trainer(tmp_path: Path, world_size: int, layout: str, links: str) -> None:
+    options: dict[str, Any] = {"folder": str(tmp_path), "model_options": {}, "gradient_clip_val": 0.5}
+    [expected] = run_on_ranks(1, run_all_loops, layout="auto", options={}, **options)
+    for result in run_on_ranks(world_size, _run_on_cuda, links=links, layout=layout, options={}, **options):
+        assert_matches_one_device(result, expected, has_all_data=True)
