@@ -9,7 +9,8 @@ Shapes, counts and sizes are expressions of
     f, o    rows of weight or w1 on this rank; rows of w2
     v       size of this rank's shard of the vocabulary
 
-and of the numbers of elements of tensors: x, w1, weight, ...; y is the first result.
+In an expression, the name of a tensor (x, w1, weight, ...; y: the first result) is its number of elements. A message
+token is an empty tensor that stands for a message between stages.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Operator:
 MESSAGE_SIDES = ("pipeline_send", "pipeline_recv")  # each has two forms: a message with gradients, one without
 INTEGERS = ("input", "target", "seed")
 GATHER, SCATTER = {"all_gather_into_tensor": "1"}, {"reduce_scatter_tensor": "1"}
-SUM, EXCHANGE, NONE = {"all_reduce": "1"}, {"all_to_all_single": "1"}, {}
+ALL_REDUCE, ALL_TO_ALL = {"all_reduce": "1"}, {"all_to_all_single": "1"}
 
 _LINEAR = {"x": "T, d", "weight": "f, d"}
 _MLP = {"x": "T, d", "w1": "f, d", "w2": "o, f"}
@@ -81,7 +82,8 @@ def _norm(name: str, computes: str, *, is_layer: bool = False, is_sum: bool = Fa
     """Return the operator of a norm.
 
     The forward saves one number per token, two for a layer norm. The backward sums the parameters' gradients in at most
-    64 blocks of tokens. x and residual have one gradient; torch copies it for the second of these leaves.
+    64 blocks of tokens. x and residual get the same gradient tensor; both are leaves here, so that
+    autograd copies it for the second.
     """
     tensors = {"x": "T, d"} | ({"residual": "T, d"} if is_sum else {}) | {"weight": "d"}
     tensors |= {"bias": "d"} if is_layer else {}
@@ -90,7 +92,7 @@ def _norm(name: str, computes: str, *, is_layer: bool = False, is_sum: bool = Fa
     form = Form(
         tensors,
         "T, d; T, d" if is_sum else "T, d",
-        backward=SUM,
+        backward=ALL_REDUCE,
         keeps=("sum" if is_sum else "x", "weight"),
         saved=Size(stats),
         forward_peak=Size(f"{'2*y' if is_sum else 'y'} + {stats}"),
@@ -108,8 +110,8 @@ OPERATORS = (
                 _MLP,
                 "T, o",
                 {"activation": "gelu"},
-                forward=SUM,
-                backward=SUM,
+                forward=ALL_REDUCE,
+                backward=ALL_REDUCE,
                 keeps=("x", "w1", "w2"),
                 saved=Size("T*f"),
                 forward_peak=Size("y + 2*T*f"),
@@ -120,8 +122,8 @@ OPERATORS = (
                 "T, o",
                 {"activation": "silu"},
                 label="with `w3`",
-                forward=SUM,
-                backward=SUM,
+                forward=ALL_REDUCE,
+                backward=ALL_REDUCE,
                 keeps=("x", "w1", "w2", "w3"),
                 saved=Size("2*T*f"),
                 forward_peak=Size("y + 3*T*f"),
@@ -132,8 +134,8 @@ OPERATORS = (
                 "T, o",
                 {"activation": "silu", "recompute": True},
                 label="with `w3`, `recompute`",
-                forward=SUM,
-                backward=SUM,
+                forward=ALL_REDUCE,
+                backward=ALL_REDUCE,
                 keeps=("x", "w1", "w2", "w3"),
                 forward_peak=Size("y + 3*T*f"),
                 backward_peak=Size("max(6*T*f, 3*T*f + x + w2)"),
@@ -156,12 +158,12 @@ OPERATORS = (
     Operator(
         "column_linear",
         "x weightᵀ + bias",
-        (Form(_LINEAR, "T, f", backward=SUM, keeps=("x", "weight"), backward_peak=Size("x + weight")),),
+        (Form(_LINEAR, "T, f", backward=ALL_REDUCE, keeps=("x", "weight"), backward_peak=Size("x + weight")),),
     ),
     Operator(
         "row_linear",
         "x weightᵀ summed over the group, + bias",
-        (Form(_LINEAR, "T, f", forward=SUM, keeps=("x", "weight"), backward_peak=Size("x + weight")),),
+        (Form(_LINEAR, "T, f", forward=ALL_REDUCE, keeps=("x", "weight"), backward_peak=Size("x + weight")),),
     ),
     Operator(
         "all_gather_linear",
@@ -228,7 +230,7 @@ OPERATORS = (
                 {"input": "T", "weight": "v, d"},
                 "T, d",
                 computed={"vocab_start": "rank*v", "vocab_size": "n*v"},
-                forward=SUM,
+                forward=ALL_REDUCE,
                 keeps=("input",),
                 forward_peak=Size("y", "9*T"),
                 backward_peak=Size("y + weight", "9*T"),
@@ -256,7 +258,7 @@ OPERATORS = (
         (
             Form(
                 {"x": "T, d", "weight": "v, d", "target": "T"},
-                backward=SUM,
+                backward=ALL_REDUCE,
                 keeps=("x", "weight", "target"),
                 saved=Size("2*T"),
                 forward_peak=Size("min(T*v, 2**23)", "16*T"),
@@ -289,12 +291,12 @@ OPERATORS = (
     Operator(
         "copy_to_group",
         "x; its gradient is summed over the group",
-        (Form({"x": "T, d"}, "T, d", backward=SUM, backward_peak=Size("x")),),
+        (Form({"x": "T, d"}, "T, d", backward=ALL_REDUCE, backward_peak=Size("x")),),
     ),
     Operator(
         "reduce_from_group",
         "x summed over the group; the backward is the identity",
-        (Form({"x": "T, d"}, "T, d", forward=SUM, backward_peak=Size("x")),),
+        (Form({"x": "T, d"}, "T, d", forward=ALL_REDUCE, backward_peak=Size("x")),),
     ),
     _pair(
         "scatter_to_group",
@@ -344,8 +346,8 @@ OPERATORS = (
                 "T/n, n*d",
                 {"split_dim": 0, "cat_dim": 1},
                 label="`split_dim` 0",
-                forward=EXCHANGE,
-                backward=EXCHANGE,
+                forward=ALL_TO_ALL,
+                backward=ALL_TO_ALL,
                 forward_peak=Size("2*x"),
                 backward_peak=Size("4*x"),
             ),
@@ -354,8 +356,8 @@ OPERATORS = (
                 "n*T, d/n",
                 {"split_dim": 1, "cat_dim": 0},
                 label="`cat_dim` 0",
-                forward=EXCHANGE,
-                backward=EXCHANGE,
+                forward=ALL_TO_ALL,
+                backward=ALL_TO_ALL,
                 forward_peak=Size("4*x"),
                 backward_peak=Size("2*x"),
             ),

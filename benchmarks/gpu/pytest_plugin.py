@@ -117,8 +117,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             pytest.exit(f"stopped before the limit of {limit:.0f} s", returncode=_STOPPED_STATUS)
 
 
+# Not from PYTEST_XDIST_WORKER: this pytest may have been started by a test that runs in a worker.
+_configs: list[pytest.Config] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _configs.append(config)
+
+
 def _is_worker() -> bool:
-    return "PYTEST_XDIST_WORKER" in os.environ
+    return any(hasattr(config, "workerinput") for config in _configs)
 
 
 def _record(record: dict[str, Any]) -> None:

@@ -22,7 +22,8 @@ from ops.figures import Figures, measure, measure_message
 from support.ranks import on_ranks, run_on_ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# The first has at least as many tokens as a weight has rows or columns. The second differs in every ratio.
+# The first has at least as many tokens as a weight has rows or columns. The ratio of any two sizes differs
+# between the two, so that a wrong expression fails for one of them.
 SHAPES = ({"T": 48, "d": 24, "f": 28, "o": 36, "v": 44}, {"T": 42, "d": 18, "f": 12, "o": 4, "v": 92})
 STATED_SIZES = ("saved", "forward_peak", "backward_peak")
 SLACK = 64  # bytes: a scalar here and there

@@ -1,4 +1,4 @@
-"""Chunked sequence-parallel operators: communication, memory, and the choice, which all ranks make alike."""
+"""Chunked sequence-parallel operators: communication, memory, and that all ranks choose the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ops.overlapping import overlapping
 from support.ranks import on_ranks
 
 GATHERS, SCATTERS = "all_gather_into_tensor", "reduce_scatter_tensor"
-# Chunks have 128 rows of float32 on 2 ranks (2 MiB), or 64 of float64.
+# On 2 ranks a chunk has 128 rows of each rank's shard in float32 (2 MiB in all), or 64 in float64.
 FEATURES = 2048
 
 
@@ -45,7 +45,7 @@ def _column(x: Tensor, weight: Tensor, size: int) -> Tensor:
 @on_ranks(2, 3)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_many_chunks(rank: int, world_size: int, dtype: str) -> None:
-    """Several chunks, the last one shorter and not on all ranks, give the unchunked result."""
+    """Several chunks give the unchunked result, also if the shards are uneven and the last chunk is shorter."""
     kind = getattr(torch, dtype)
     bound = 1e-13 if dtype == "float64" else 8e-3
     torch.manual_seed(0)
@@ -106,7 +106,9 @@ def test_collectives_and_bytes(rank: int) -> None:
         collectives_of(mlp, expected={GATHERS: 4, SCATTERS: 4})
         with counted() as count:
             z = mlp()
-            hidden = 128 * 8 * 4  # of one rank's rows in a chunk: before and after the activation
+            hidden = (
+                128 * 8 * 4
+            )  # bytes of the hidden values of a rank's rows of a chunk, before and after the activation
             assert count.peak() - count.now("communication") == z.nbytes + 4 * chunk_bytes + 2 * hidden
 
 
@@ -140,7 +142,7 @@ def test_ranks_agree_on_measured_choice(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_alternating_layers_are_all_timed(rank: int) -> None:
-    """Weights of one kind that are used in turn are each timed chunked and unchunked, however many there are."""
+    """With weights of several sizes in turn, timing goes on while sizes lack samples, for at most 512 calls."""
     x = torch.randn(512, FEATURES)
     for num_weights in (3, 12):
         weights = [torch.randn(2 + i, FEATURES) for i in range(num_weights)]
@@ -185,7 +187,7 @@ def test_unmeasured_calls(rank: int) -> None:
 
 @on_ranks(4)
 def test_groups_measure_separately(rank: int) -> None:
-    """A rank of two groups of equal size uses the choice of each group; a new group measures again."""
+    """A rank in two groups of equal size uses the choice of each; each group measures separately."""
     mesh = dist.init_device_mesh(
         "cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={0: "cpu:weft", 1: "cpu:weft"}
     )

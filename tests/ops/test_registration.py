@@ -1,4 +1,4 @@
-"""Registration of every operator, on a GPU too: schema, fake kernels, autograd, float64 gradients."""
+"""Schemas of all operators; fake kernels, autograd and float64 gradients of those without messages; on a GPU, too."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from support.ranks import on_ranks
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
 DIMS = {"w1": 0, "w3": 0, "b1": 0, "b3": 0, "w2": 1}
 FORMS = [(True, True, "silu"), (True, False, "gelu"), (False, True, "gelu_tanh"), (False, False, "relu")]
-# (shape of the unsharded input, sequence dim): even, uneven, empty on some ranks.
+# (shape of the unsharded input, sequence dim): even but on 3 ranks, uneven, empty on some ranks.
 INPUTS = [((8, 2, 6), 0), ((2, 7, 6), 1), ((1, 6), -2)]
 
 
@@ -111,7 +111,7 @@ def test_number_of_collectives(rank: int, recompute: bool) -> None:
         assert torch.equal(leaf.grad, first[name] * 2), name
     with torch.no_grad():
         collectives_of(lambda: _mlp(leaves, recompute), expected={gather: 1, scatter: 1})
-    # All need the result's gradient; the column weights also need x, as does recomputing their output.
+    # Every gradient needs the gathered gradient of y. Those of w1 and w3, and recomputing, also need the gathered x.
     for wanted, expected in [
         (["w2"], {gather: 1 + recompute}),
         (["x"], {gather: 1 + recompute, scatter: 1}),
@@ -122,12 +122,12 @@ def test_number_of_collectives(rank: int, recompute: bool) -> None:
         grads = collectives_of(lambda y=y, w=wanted: torch.autograd.grad(y.sum(), [leaves[n] for n in w]), expected)
         for name, grad in zip(wanted, grads, strict=True):
             torch.testing.assert_close(grad, first[name], msg=name)
-    # A bias alone needs no x.
+    # The gradient of a bias does not need x; only recomputing does.
     bias = torch.zeros(6, requires_grad=True)
     frozen = {name: leaf.detach() for name, leaf in leaves.items()}
     y = _mlp({**frozen, "b1": bias}, recompute)
     collectives_of(y.sum().backward, expected={gather: 1 + recompute})
-    # Nor may it use the x gathered for the other column, whose node runs later.
+    # The node of b3 must not take the gathered x that the later node of w1 needs.
     y = _mlp({**frozen, "w1": leaves["w1"], "b3": bias}, recompute)
     grads = collectives_of(lambda: torch.autograd.grad(y.sum(), [leaves["w1"], bias]), expected={gather: 2})
     torch.testing.assert_close(grads[0], first["w1"])
@@ -138,7 +138,7 @@ def test_number_of_collectives(rank: int, recompute: bool) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_saved_bytes(rank: int, recompute: bool) -> None:
-    """Beside the result and this rank's shard of x: the full sequence's hidden values, or nothing."""
+    """Besides y and the shard of x, a call keeps the hidden values of the full sequence; with recompute, nothing."""
     leaves = _leaves()
     with counted() as count:
         y = _mlp(leaves, recompute)

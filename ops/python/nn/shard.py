@@ -27,5 +27,5 @@ def group_size_and_rank(group_name: str) -> tuple[int, int]:
 
 def process_group(group_name: str) -> dist.ProcessGroup:
     """Return the c10d group with this name."""
-    name: Any = group_name  # torch declares a NewType
+    name: Any = group_name  # Any, because torch declares the NewType GroupName
     return dist.distributed_c10d._resolve_process_group(name)  # there is no public API for this

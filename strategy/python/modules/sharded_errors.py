@@ -26,7 +26,7 @@ class ShardedModuleError(RuntimeError):
 
 @contextlib.contextmanager
 def explaining_errors() -> Iterator[None]:
-    """Inside, replace an error that shards may have caused (shapes, mixed tensors) by a ShardedModuleError."""
+    """Replace errors that shards may have caused (shapes, DTensors among tensors) by a ShardedModuleError."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -39,7 +39,8 @@ def explaining_errors() -> Iterator[None]:
 def explanation_of(error: BaseException) -> str | None:
     """Return one sentence on the module that caused an error: the innermost in the traceback with sharded layers.
 
-    A sharded layer itself is named only if no module around it is in the traceback. None: the error has another cause.
+    A sharded layer itself is named only if no module whose direct child has shards is in the traceback. None: the error
+    has another cause.
     """
     # The texts of these errors name the module, or the ranks, already.
     is_explained = isinstance(error, (ShardedModuleError, dist.DistBackendError))

@@ -25,15 +25,15 @@ def batch_size_of(batch: Any) -> int:
     sizes = collections.Counter(tensor.shape[0] for tensor in _tensors(batch) if tensor.dim() > 0)
     if not sizes:
         raise ValueError(
-            "the batch holds no tensor with a dim to cut into micro-batches; pass split= and weight= (a Trainer's "
-            "strategy: split_batch= and micro_batch_weight=), which cut and weigh it your way."
+            "the batch has no tensor with a dim to split into micro-batches; pass split=, which splits a batch, and "
+            "weight=, a micro-batch's weight in the loss (a Trainer's strategy: split_batch= and micro_batch_weight=)."
         )
     (size, count), *others = sizes.most_common()
     if others and others[0][1] == count:
         raise ValueError(
             f"the batch's tensors have the sizes {sorted(sizes)} along dim 0, equally often, so that none is known as "
-            "the number of samples; pass split= and weight= (a Trainer's strategy: split_batch= and "
-            "micro_batch_weight=), which cut and weigh it your way."
+            "the number of samples; pass split=, which splits a batch, and weight=, a micro-batch's weight in the loss "
+            "(a Trainer's strategy: split_batch= and micro_batch_weight=)."
         )
     return size
 
@@ -42,15 +42,19 @@ def split_batch(batch: Any, num_micro_batches: int, shares: Sequence[float] | No
     """Split every tensor that has the batch's size along dim 0; other values are in every micro-batch.
 
     Dicts and other mappings (BatchEncoding, too), lists, tuples, named tuples and dataclasses keep their types. Lists
-    and tuples without tensors, with one item per sample (names, texts), are split as well. The tensors of micro-batches
-    are views. The sizes are in proportion to `shares`; without shares they are as even as possible, larger ones first.
+    and tuples without tensors, with one item per sample (names, texts, dataclasses), are split as well. The tensors of
+    micro-batches are views. The sizes are in proportion to `shares`; without shares they are as even as possible,
+    larger ones first.
 
     Raises:
         ValueError: see `batch_size_of`; fewer samples than micro-batches.
     """
     size = batch_size_of(batch)
     if size < num_micro_batches:
-        raise ValueError(f"a batch of {size} samples has no {num_micro_batches} micro-batches; pass at most {size}.")
+        raise ValueError(
+            f"got {num_micro_batches} micro-batches for a batch of {size} samples; pass num_micro_batches of at most "
+            f"{size}."
+        )
     sizes = deal_samples(size, shares or [1.0] * num_micro_batches)
     bounds = list(itertools.accumulate(sizes, initial=0))
 
@@ -114,10 +118,10 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def signature(value: Any, *, with_contents: bool = True) -> Any:
-    """Return a hashable key of arguments without the values of tensors; equal if a forward treats the arguments alike.
+    """Return a hashable key of arguments without the values of tensors, equal if calls take the same path in a forward.
 
-    `with_contents`: include the values of numbers and strings. False is for a batch: values that matter reach the
-    arguments of the model's call, whose signature includes them.
+    `with_contents`: include the values of numbers and strings. False is for a batch: its numbers affect the forward
+    only as arguments of the model's call, which has a signature of its own.
     """
     if isinstance(value, Tensor):
         return ("tensor", tuple(value.shape), value.dtype, value.device.type, value.requires_grad)

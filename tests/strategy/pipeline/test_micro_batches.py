@@ -66,10 +66,10 @@ def test_signatures_ignore_tensor_values():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ("text", "holds no tensor with a dim to cut"),
-        ({"a": torch.tensor(1.0)}, "holds no tensor with a dim to cut"),
+        ("text", "has no tensor with a dim to split"),
+        ({"a": torch.tensor(1.0)}, "has no tensor with a dim to split"),
         ((X, torch.zeros(4)), "have the sizes [4, 5] along dim 0, equally often"),
-        ((X[:2], Y[:2]), "a batch of 2 samples has no 3 micro-batches; pass at most 2"),
+        ((X[:2], Y[:2]), "got 3 micro-batches for a batch of 2 samples; pass num_micro_batches of at most 2"),
     ],
 )
 def test_unsplittable_batches_raise(batch, message):
