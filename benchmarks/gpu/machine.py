@@ -1,4 +1,4 @@
-"""What a run needs of the machine: facts about it, and one sentence for each thing that is missing."""
+"""The requirements of a run: facts about the machine, and one sentence for each requirement that it lacks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ TOTAL_SECONDS = 540.0  # for which the shares below are set
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says.
+    """The options of the command line.
 
     Attributes:
         device: "cuda", or "cpu" to try the code without a GPU.

@@ -1,4 +1,4 @@
-"""What pytest ran, from the lines that `gpu.pytest_plugin` writes: a summary, and a JUnit file.
+"""Reads the lines that `gpu.pytest_plugin` writes for each test, into a summary and a JUnit file.
 
 pytest's own JUnit file is written at the end of a session, so that a killed session would leave none.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from ops.test_pipeline import check_stages
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+import weft
 from support import cuda_runtime
 from support.ranks import on_ranks, run_on_ranks
 from weft import pipeline_links
 
 pytestmark = pytest.mark.cuda_runtime
 BACKEND = "cpu:weft,cuda:nccl"
+OPS = weft.ops
+PATIENT_MS = 20_000  # no work begins because of the time that has passed
+PAUSE_SECONDS = 0.1
 
 
 @on_ranks(2, 3)
@@ -55,3 +60,32 @@ def test_trainer(tmp_path: Path, world_size: int, layout: str, links: str) -> No
     [expected] = run_on_ranks(1, run_all_loops, layout="auto", options={}, **options)
     for result in run_on_ranks(world_size, _run_on_cuda, links=links, layout=layout, options={}, **options):
         assert_matches_one_device(result, expected, has_all_data=True)
+
+
+@on_ranks(2)
+def test_received_memory_is_kept_until_it_has_been_used(rank: int) -> None:
+    """A link receives on a stream of its own, which owns the memory that the current stream reads."""
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend=BACKEND)
+    pipeline_links.link(group, [1 - rank], torch.device("cuda", rank))
+    name = group.group_name
+    x = torch.ones(1 << 12, device="cuda")
+    try:
+        if rank == 0:
+            for message in (x, x * 5):
+                OPS.pipeline_wait(OPS.pipeline_send([message], 1, 0, name))
+        else:
+            [received] = OPS.pipeline_wait(OPS.pipeline_recv([x], 0, 0, name))
+            torch.cuda.synchronize()
+            with cuda_runtime.delay(PATIENT_MS):
+                total = received.sum()
+                time.sleep(PAUSE_SECONDS)  # the current stream begins to wait for that long
+            with cuda_runtime.delay(0):  # other streams run at once
+                del received
+                time.sleep(PAUSE_SECONDS)
+                [received] = OPS.pipeline_wait(OPS.pipeline_recv([x], 0, 0, name))
+                time.sleep(PAUSE_SECONDS)
+            assert (total.item(), received.sum().item()) == (x.numel(), 5 * x.numel())
+        OPS.pipeline_flush(name)
+    finally:
+        pipeline_links.unlink(group)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from support import cuda_runtime
+from support.processes import run_process
 from support.ranks import on_ranks
 
 pytestmark = pytest.mark.cuda_runtime
@@ -179,6 +184,89 @@ def test_nccl(rank: int, world_size: int) -> None:
         work.wait()
         assert (early[0].item(), (total * 1)[0].item()) == (1, 2)
     dist.destroy_process_group(group)
+
+
+# Each rank is a new process, because these errors are for the rest of a process.
+TWO_RANKS = """
+import os, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import weft
+
+def run(rank, folder, mistake):
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(folder + "/store", 2)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=3))
+    x = torch.ones(4, device="cuda")
+    dist.all_reduce(x)
+    if mistake == "calls differ":
+        dist.all_reduce(x) if rank == 0 else dist.broadcast(x, 0)
+    elif rank == 0:
+        dist.send(x, 1)  # rank 1 never receives it
+    print("sum", x.sum().item(), flush=True)
+    time.sleep(30)
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(run, sys.argv[1:], nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("calls differ", r"rank \d calls (all_reduce|broadcast from 0), 16 bytes, and rank \d calls"),
+        ("no receive", "Operation timed out after"),
+    ],
+    ids=["calls differ", "no receive"],
+)
+def test_nccl_mistake_ends_the_process(tmp_path: Path, mistake: str, message: str) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(TWO_RANKS)
+    environment = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}  # seconds of waiting for a dump of no interest
+    result = run_process([sys.executable, script, tmp_path, mistake], env=environment, timeout=60)
+    assert result.returncode != 0
+    assert re.search(message, result.stderr + result.stdout), result.stderr[-3000:]
+
+
+@on_ranks(2)
+def test_group_of_calls_on_two_streams(rank: int, world_size: int) -> None:
+    """Both streams have the results of both calls."""
+    torch.cuda.set_device(rank)
+    group = dist.new_group(backend="nccl")
+    side = torch.cuda.Stream()
+    with cuda_runtime.delay(PATIENT_MS):
+        x, y = torch.ones(SIZE, device="cuda"), torch.ones(SIZE, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with dist._coalescing_manager(group=group, device=torch.device("cuda", rank), async_ops=True) as works:
+            dist.all_reduce(x, group=group)
+            dist.all_reduce(y, group=group)
+        with torch.cuda.stream(side):
+            works.wait()
+            assert (x + y)[0].item() == 4
+    dist.destroy_process_group(group)
+
+
+def test_without_delay_streams_advance_by_themselves() -> None:
+    with cuda_runtime.delay(0):
+        x = torch.zeros(SIZE, device="cuda").add_(1)
+        done = torch.cuda.Event()
+        done.record()
+        deadline = time.monotonic() + 10
+        while not done.query():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    assert x.sum().item() == SIZE
+
+
+def test_event_of_an_ended_capture_raises() -> None:
+    x, event = torch.zeros(SIZE, device="cuda"), torch.cuda.Event()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        event.record()
+    with pytest.raises(RuntimeError, match="a capture that has ended"):
+        torch.cuda.current_stream().wait_event(event)
 
 
 @on_ranks(2)

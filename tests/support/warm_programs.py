@@ -151,7 +151,7 @@ def _become(request: dict[str, Any], search_path: list[str]) -> CodeType:
         sys.argv, sys.path[:] = arguments, [str(path.resolve().parent), *folders, *search_path]
         sys.modules["__main__"].__file__ = str(path)
         code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-    # What importing weft.lightning does in a child of weft's launcher.
+    # Importing weft.lightning does the same in a child of weft's launcher.
     sys.modules["weft._plugin.process_guard"].watch_launcher()
     return code
 

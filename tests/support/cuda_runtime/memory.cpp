@@ -64,6 +64,7 @@ bool is_on_device(const void* pointer) {
 cudaError_t allocate_pinned(void** result, std::size_t num_bytes) {
   if (const auto error = status(); error != cudaSuccess) return error;
   void* pointer = std::aligned_alloc(kPage, (num_bytes + kPage) / kPage * kPage);
+  if (pointer == nullptr) return fail(cudaErrorMemoryAllocation, "the host is out of memory");
   const std::lock_guard lock(memory().mutex);
   memory().blocks[static_cast<const char*>(pointer)] = {.num_bytes = num_bytes};
   *result = pointer;

@@ -1,11 +1,12 @@
 // NCCL between processes of one host, on the runtime without a device: the functions that torch's
-// process group calls. torch's library of that name has all others, which fail without a device.
+// process group calls; those that need a device return an error.
 //
 // As in NCCL, a call only adds work to its stream; calls on one communicator run in the order in
 // which they were made, whatever their streams; the calls of a group on one communicator start
 // together; and a send ends no earlier than its receive begins. More than NCCL, it compares the
 // calls of the ranks: a mismatch is an error, not a hang. Reductions add in the order of ranks.
 
+#include "nccl_reduce.h"
 #include "nccl_wire.h"
 #include "runtime.h"
 
@@ -17,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <unistd.h>
@@ -27,99 +29,7 @@ namespace weft::cuda_runtime {
 namespace {
 
 // The values of nccl.h.
-enum Result { kSuccess = 0, kUnhandledCuda = 1, kInvalidUsage = 5, kRemoteError = 6 };
-enum Type {
-  kInt8,
-  kUint8,
-  kInt32,
-  kUint32,
-  kInt64,
-  kUint64,
-  kFloat16,
-  kFloat32,
-  kFloat64,
-  kBFloat16
-};
-enum Operation { kSum, kProduct, kMax, kMin, kAverage };
-
-struct BFloat16 {
-  uint16_t bits;
-
-  BFloat16(float value) {  // NOLINT: implicit, as of the other types. To the nearest, ties to even
-    uint32_t word = 0;
-    std::memcpy(&word, &value, sizeof word);
-    bits = std::isnan(value) ? uint16_t{0x7FC0}
-                             : static_cast<uint16_t>((word + 0x7FFF + ((word >> 16) & 1)) >> 16);
-  }
-  operator float() const {  // NOLINT
-    const uint32_t word = uint32_t{bits} << 16;
-    float value = 0;
-    std::memcpy(&value, &word, sizeof value);
-    return value;
-  }
-};
-
-std::size_t size_of(Type type) {
-  constexpr std::size_t kSizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
-  if (type < kInt8 || type > kBFloat16) throw std::runtime_error("NCCL without a device: a dtype");
-  return kSizes[type];
-}
-
-template <typename Value, typename Accumulated = Value>
-void reduce_as(std::vector<const void*> inputs, void* output, std::size_t count, Operation op) {
-  for (std::size_t i = 0; i < count; ++i) {
-    Accumulated total = static_cast<const Value*>(inputs[0])[i];
-    for (std::size_t rank = 1; rank < inputs.size(); ++rank) {
-      const Accumulated value = static_cast<const Value*>(inputs[rank])[i];
-      switch (op) {
-        case kProduct:
-          total = static_cast<Accumulated>(total * value);
-          break;
-        case kMax:
-          total = std::max(total, value);
-          break;
-        case kMin:
-          total = std::min(total, value);
-          break;
-        default:
-          total = static_cast<Accumulated>(total + value);
-      }
-    }
-    if (op == kAverage)
-      total = static_cast<Accumulated>(total / static_cast<Accumulated>(inputs.size()));
-    static_cast<Value*>(output)[i] = static_cast<Value>(total);
-  }
-}
-
-void reduce(const std::vector<const void*>& inputs,
-            void* output,
-            std::size_t count,
-            Type type,
-            Operation op) {
-  switch (type) {
-    case kInt8:
-      return reduce_as<int8_t>(inputs, output, count, op);
-    case kUint8:
-      return reduce_as<uint8_t>(inputs, output, count, op);
-    case kInt32:
-      return reduce_as<int32_t>(inputs, output, count, op);
-    case kUint32:
-      return reduce_as<uint32_t>(inputs, output, count, op);
-    case kInt64:
-      return reduce_as<int64_t>(inputs, output, count, op);
-    case kUint64:
-      return reduce_as<uint64_t>(inputs, output, count, op);
-    case kFloat16:
-      return reduce_as<_Float16, float>(inputs, output, count, op);
-    case kFloat32:
-      return reduce_as<float>(inputs, output, count, op);
-    case kFloat64:
-      return reduce_as<double>(inputs, output, count, op);
-    case kBFloat16:
-      return reduce_as<BFloat16, float>(inputs, output, count, op);
-  }
-}
-
+enum Result { kSuccess = 0, kInvalidUsage = 5, kRemoteError = 6 };
 struct Communicator {
   Communicator(const std::string& name, int own_rank, int size)
       : id(name), rank(own_rank), num_ranks(size), wire(name, own_rank, size) {}
@@ -130,7 +40,6 @@ struct Communicator {
   const int device = current_device();
   Wire wire;
   std::mutex mutex;
-  std::string error;
   cudaEvent_t last = nullptr;  // recorded after the last call
   int num_splits = 0;
 };
@@ -177,25 +86,37 @@ void run_calls(const std::vector<Call>& calls) {
   }
 }
 
+// Lets a stream wait for what another one has to do.
+void wait_for_now(cudaStream_t waiting, cudaStream_t awaited) {
+  cudaEvent_t event = nullptr;
+  cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+  cudaEventRecord(event, awaited);
+  cudaStreamWaitEvent(waiting, event, 0);
+  cudaEventDestroy(event);
+}
+
+// Calls of a group may be on several streams: they run on the first, as if all were on each.
 void submit_calls(const std::vector<Call>& calls) {
   const Handle& communicator = calls.front().communicator;
   const cudaStream_t stream = calls.front().stream;
+  std::set<cudaStream_t> others;
+  for (const Call& call : calls) others.insert(call.stream);
+  others.erase(stream);
   const std::lock_guard lock(communicator->mutex);
   if (communicator->last == nullptr) {
     cudaEventCreateWithFlags(&communicator->last, cudaEventDisableTiming);
   } else if (!is_captured(stream)) {
     cudaStreamWaitEvent(stream, communicator->last, 0);
   }
+  for (const cudaStream_t other : others) wait_for_now(stream, other);
   submit(stream, [calls] {
     try {
       run_calls(calls);
-    } catch (const std::exception& error) {
-      Communicator& own = *calls.front().communicator;
-      const std::lock_guard own_lock(own.mutex);
-      if (own.error.empty()) own.error = error.what();
+    } catch (const Aborted&) {  // NOLINT(bugprone-empty-catch): the caller knows
     }
   });
-  cudaEventRecord(communicator->last, stream);
+  if (!is_captured(stream)) cudaEventRecord(communicator->last, stream);
+  for (const cudaStream_t other : others) wait_for_now(other, stream);
 }
 
 int end_group() {
@@ -347,16 +268,14 @@ WEFT_CUDA_API int ncclCommUserRank(void* comm, int* result) {
   return kSuccess;
 }
 
-WEFT_CUDA_API int ncclCommGetAsyncError(void* comm, int* result) {
-  const std::lock_guard lock(handle_of(comm)->mutex);
-  *result = handle_of(comm)->error.empty() ? kSuccess : kRemoteError;
+// A call that fails is an error of its stream.
+WEFT_CUDA_API int ncclCommGetAsyncError(void* /*comm*/, int* result) {
+  *result = kSuccess;
   return kSuccess;
 }
 
-WEFT_CUDA_API const char* ncclGetLastError(void* comm) {
-  static thread_local std::string text;
-  if (comm != nullptr) text = handle_of(comm)->error;
-  return text.c_str();
+WEFT_CUDA_API const char* ncclGetLastError(void* /*comm*/) {
+  return cudaGetErrorString(cudaSuccess);
 }
 WEFT_CUDA_API const char* ncclGetErrorString(int error) {
   static thread_local std::string text;
@@ -480,3 +399,39 @@ WEFT_CUDA_API int ncclRecv(
     return Step{.received = {{peer, output, size * size_of(Type(type)), "send"}}};
   });
 }
+
+// ---- not supported -----------------------------------------------------------------------------
+
+// They are here because NCCL's own functions cannot use this file's communicators.
+#define WEFT_UNSUPPORTED(name)                                                       \
+  WEFT_CUDA_API int name() {                                                         \
+    fail(cudaErrorNotSupported, #name " is not supported by NCCL without a device"); \
+    return kInvalidUsage;                                                            \
+  }
+
+WEFT_UNSUPPORTED(ncclAlltoAll)
+WEFT_UNSUPPORTED(ncclCommGetUniqueId)
+WEFT_UNSUPPORTED(ncclCommGrow)
+WEFT_UNSUPPORTED(ncclCommInitAll)
+WEFT_UNSUPPORTED(ncclCommInitRankScalable)
+WEFT_UNSUPPORTED(ncclCommMemStats)
+WEFT_UNSUPPORTED(ncclCommResume)
+WEFT_UNSUPPORTED(ncclCommRevoke)
+WEFT_UNSUPPORTED(ncclCommShrink)
+WEFT_UNSUPPORTED(ncclCommSuspend)
+WEFT_UNSUPPORTED(ncclCommWindowDeregister)
+WEFT_UNSUPPORTED(ncclCommWindowRegister)
+WEFT_UNSUPPORTED(ncclDevCommCreate)
+WEFT_UNSUPPORTED(ncclDevCommDestroy)
+WEFT_UNSUPPORTED(ncclGather)
+WEFT_UNSUPPORTED(ncclGetLsaMultimemDevicePointer)
+WEFT_UNSUPPORTED(ncclGetPeerDevicePointer)
+WEFT_UNSUPPORTED(ncclGroupSimulateEnd)
+WEFT_UNSUPPORTED(ncclMemAlloc)
+WEFT_UNSUPPORTED(ncclMemFree)
+WEFT_UNSUPPORTED(ncclPutSignal)
+WEFT_UNSUPPORTED(ncclRedOpCreatePreMulSum)
+WEFT_UNSUPPORTED(ncclRedOpDestroy)
+WEFT_UNSUPPORTED(ncclSignal)
+WEFT_UNSUPPORTED(ncclWaitSignal)
+WEFT_UNSUPPORTED(ncclWinGetUserPtr)

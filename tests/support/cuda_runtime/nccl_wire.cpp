@@ -129,7 +129,7 @@ void Wire::progress(std::vector<Progress>& all) {
       owners.push_back(&each);
     }
     if (waiting.empty()) return;
-    if (is_aborted_) fail("the communicator was aborted");
+    if (is_aborted_) throw Aborted("NCCL without a device: the communicator was aborted");
     if (poll(waiting.data(), waiting.size(), kPollMs) <= 0) continue;
     bool has_moved = false;
     for (std::size_t i = 0; i < waiting.size(); ++i) {

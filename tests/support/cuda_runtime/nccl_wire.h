@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,12 @@ struct Transfer {
   void* bytes = nullptr;  // only read if it is sent
   std::size_t num_bytes = 0;
   std::string name = {};
+};
+
+// The communicator was aborted.
+class Aborted : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
 };
 
 struct Progress;
@@ -30,8 +37,9 @@ class Wire {
 
   // Sends and receives at the same time, and returns when each receiver has confirmed what was sent
   // to it: a send ends no earlier than the call that receives it begins.
-  // Throws std::runtime_error if a peer's message has another name or size, or after abort(). Like
-  // NCCL between GPUs of a host, it does not notice that a peer has ended: it waits until abort().
+  // Throws std::runtime_error if a peer's message has another name or size, and Aborted after
+  // abort(). Like NCCL between GPUs of a host, it does not notice that a peer has ended: it waits
+  // until abort().
   void exchange(const std::vector<Transfer>& sent, const std::vector<Transfer>& received);
 
   void abort() { is_aborted_ = true; }

@@ -36,7 +36,7 @@ struct Event {
   Stream* stream = nullptr;  // of the last record, or none
   uint64_t position = 0;     // the number of the stream's items before the record
   std::shared_ptr<Clock::time_point> time = std::make_shared<Clock::time_point>();
-  struct Graph* graph = nullptr;  // that captured the last record
+  unsigned long long capture = 0;  // that the last record is part of, or none
 };
 
 struct Graph {
@@ -72,7 +72,8 @@ struct State {
   std::mutex mutex;
   std::map<int, Stream*> default_streams;
   std::set<Stream*> streams;
-  unsigned long long num_graphs = 0;
+  unsigned long long num_captures = 0;
+  std::map<unsigned long long, Graph*> captures;  // that have not ended, by id
 };
 
 State& state() {
@@ -238,12 +239,20 @@ WEFT_CUDA_API cudaError_t cudaStreamWaitEvent(cudaStream_t handle,
   const std::lock_guard lock(state().mutex);
   Stream& stream = stream_of(handle);
   const Event& event = event_of(event_handle);
-  if (event.graph != nullptr && stream.graph == nullptr) {
-    stream.graph = event.graph;  // joins the capture
-    event.graph->streams.insert(&stream);
+  if (event.capture != 0) {
+    const auto capture = state().captures.find(event.capture);
+    if (capture == state().captures.end()) {
+      return fail(cudaErrorCapturedEvent,
+                  "a stream waits for an event of a capture that has ended");
+    }
+    if (stream.graph != nullptr && stream.graph != capture->second) {
+      return fail(cudaErrorStreamCaptureMerge, "a captured stream waits for another capture");
+    }
+    stream.graph = capture->second;  // joins the capture
+    stream.graph->streams.insert(&stream);
     return cudaSuccess;
   }
-  if (event.stream == nullptr || event.graph != nullptr) return cudaSuccess;
+  if (event.stream == nullptr) return cudaSuccess;
   if (stream.graph != nullptr) {
     return fail(cudaErrorStreamCaptureIsolation,
                 "a captured stream waits for an event that was recorded outside of the capture");
@@ -291,7 +300,7 @@ WEFT_CUDA_API cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t strea
   Stream& stream = stream_of(stream_handle);
   Event& event = event_of(handle);
   event.stream = &stream;
-  event.graph = stream.graph;
+  event.capture = stream.graph == nullptr ? 0 : stream.graph->id;
   if (stream.graph != nullptr) return cudaSuccess;
   event.time = std::make_shared<Clock::time_point>();
   append(stream, {.run = [time = event.time] { *time = Clock::now(); }});
@@ -307,7 +316,7 @@ WEFT_CUDA_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event,
 WEFT_CUDA_API cudaError_t cudaEventQuery(cudaEvent_t handle) {
   const std::lock_guard lock(state().mutex);
   const Event& event = event_of(handle);
-  if (event.stream == nullptr || event.graph != nullptr) return status();
+  if (event.stream == nullptr || event.capture != 0) return status();
   return query(*event.stream, event.position);
 }
 
@@ -315,7 +324,7 @@ WEFT_CUDA_API cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   count("synchronizations");
   std::unique_lock lock(state().mutex);
   const Event& event = event_of(handle);
-  if (event.graph != nullptr) {
+  if (event.capture != 0) {
     return fail(cudaErrorCapturedEvent,
                 "the host waits for an event that was recorded in a capture");
   }
@@ -346,7 +355,8 @@ WEFT_CUDA_API cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStream
   if (stream.graph != nullptr) {
     return fail(cudaErrorIllegalState, "a stream is captured already");
   }
-  stream.graph = new Graph{.id = ++state().num_graphs, .streams = {&stream}};
+  stream.graph = new Graph{.id = ++state().num_captures, .streams = {&stream}};
+  state().captures[stream.graph->id] = stream.graph;
   return cudaSuccess;
 }
 
@@ -355,6 +365,7 @@ WEFT_CUDA_API cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t*
   Graph* graph = stream_of(handle).graph;
   if (graph == nullptr) return fail(cudaErrorIllegalState, "a stream is not captured");
   for (Stream* stream : graph->streams) stream->graph = nullptr;
+  state().captures.erase(graph->id);
   *result = reinterpret_cast<cudaGraph_t>(graph);
   return status();
 }
