@@ -39,7 +39,7 @@ test-python: build
 test-cuda: build
 	if [ -f build/dev/tests/cuda_runtime/libweft_cuda_runtime.so ]; then \
 	  OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m support.cuda_runtime -m pytest -n $(TEST_JOBS) --dist loadfile \
-	    -m "cuda or gpu or cuda_runtime" tests/cuda_runtime tests/ops tests/strategy tests/benchmarks; \
+	    -m "cuda or gpu or cuda_runtime or nccl" tests/cuda_runtime tests/ops tests/strategy tests/benchmarks; \
 	else echo "test-cuda: left out, because the build has no CUDA sources"; fi
 
 # The editable install configures and builds once; afterwards CMake rebuilds only what changed.

@@ -10,7 +10,7 @@ nothing communicates, and its parameters stay plain tensors. Each variant starts
 the norm of the first gradients must agree with eager's. Steps are measured in turn with eager's.
 
 `peak_bytes` is what a step allocates beyond parameters and optimizer states: activations, gradients and temporaries.
-`launches` and `longest_kernels` are of one profiled step.
+`launches` and `longest_kernels` are of one profiled step; where the profiler fails, `profiler_error` is its message.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def profiled(step: Callable[[], None], device: torch.device, trace: Path | None)
     }
 
 
-def measure(name: str, job: Job, eager: Variant | None, num_samples: int, trace: Path | None) -> tuple[Variant, Any]:
+def measure(name: str, job: Job, eager: Variant | None, num_samples: int) -> tuple[Variant, Any]:
     """Prepare a variant and measure it in turn with eager's steps; return it and its row."""
     batches = job.batches() if eager is None else (eager.x, eager.target)
     start = time.perf_counter()
@@ -191,9 +191,13 @@ def measure(name: str, job: Job, eager: Variant | None, num_samples: int, trace:
         "eager_over_this": round(statistics.median(ratios), 3),
         "tokens_per_second": round(job.num_tokens / seconds),
         "peak_bytes": peak_bytes_of(variant.step, variant, job.device),
-        **profiled(variant.step, job.device, trace),
     }
     return variant, row
+
+
+def save(report: dict[str, Any], output: Path | None) -> None:
+    if output is not None:
+        output.write_text(json.dumps(report, indent=2))
 
 
 def check_agreement(name: str, row: dict[str, Any], eager: dict[str, Any]) -> None:
@@ -236,19 +240,24 @@ def main() -> int:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     eager: Variant | None = None
     for name in ("eager", *args.variants):
+        row: dict[str, Any] | None = None
         try:
-            variant, row = measure(name, job, eager, args.samples, args.trace if name == "weft" else None)
+            variant, row = measure(name, job, eager, args.samples)
             report["variants"][name] = row
             eager = eager if eager is not None else variant
             check_agreement(name, row, report["variants"]["eager"])
         except Exception as error:  # the other variants are still measured
             report["failed"][name] = f"{type(error).__name__}: {error}"[:1000]
-            if eager is None:
-                break
-        if args.output is not None:
-            args.output.write_text(json.dumps(report, indent=2))
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=2))
+        save(report, args.output)
+        if eager is None:
+            break
+        if row is not None:
+            # Last, because a profiler that the machine does not permit may end the process.
+            try:
+                row |= profiled(variant.step, job.device, args.trace if name == "weft" else None)
+            except Exception as error:
+                row["profiler_error"] = f"{type(error).__name__}: {error}"[:300]
+            save(report, args.output)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -256,7 +265,7 @@ def main() -> int:
         for name, row in report["variants"].items():
             print(
                 f"{name:<15} {row['milliseconds']:>9.2f} {row['eager_over_this']:>10.3f} "
-                f"{row['tokens_per_second']:>10} {row['peak_bytes'] / 1e9:>8.2f} {row['launches']:>8}"
+                f"{row['tokens_per_second']:>10} {row['peak_bytes'] / 1e9:>8.2f} {row.get('launches', '-'):>8}"
             )
     for name, message in report["failed"].items():
         print(f"{name}: {message}", file=sys.stderr)

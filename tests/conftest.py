@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ _TESTS_FOLDER = str(Path(__file__).parent)
 if _TESTS_FOLDER not in sys.path:
     sys.path.insert(0, _TESTS_FOLDER)
 
-DEVICE_MARKS = {"cuda", "gpu", "cuda_runtime"}
+DEVICE_MARKS = {"cuda", "gpu", "cuda_runtime", "nccl"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,6 +31,8 @@ def _skip_without_device(items: list[pytest.Item]) -> None:
         import weft  # noqa: F401  (before the operators that replace its own)
 
         cuda_runtime.load()
+    # NCCL 2.30 or newer lets ranks share a GPU then; an older one reports an error.
+    ranks_may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and torch.cuda.is_available()
     for item in items:
         marks = {mark.name: mark for mark in item.iter_markers()}
         reason = None
@@ -39,6 +42,8 @@ def _skip_without_device(items: list[pytest.Item]) -> None:
             reason = f"needs a GPU: {marks['gpu'].args[0]}"
         elif marks.keys() & {"cuda", "gpu"} and not torch.cuda.is_available():
             reason = "needs a CUDA device, and torch finds none"
+        elif "nccl" in marks and not cuda_runtime.is_active() and not ranks_may_share:
+            reason = "needs a CUDA runtime without a device, or NCCL 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1"
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 MIN_CMAKE = (3, 28)
 MIN_TORCH = (2, 11)
+SHARING_NCCL = (2, 30)  # lets ranks share a GPU
 # Module: its package. Parts need each of them.
 MODULES = {
     "lightning": "lightning",
@@ -32,7 +33,23 @@ _PROBE_SECONDS = 90  # the first import of torch reads gigabytes from a cold dis
 
 # Run by the Python that will run the parts.
 _TORCH_PROBE = """
-import json, torch
+import ctypes, json, torch
+
+
+def nccl_version():
+    "Return the version of the loaded library, which may be another one than torch was built with."
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "ncclGetVersion"):  # it is not preloaded
+        with open("/proc/self/maps") as maps:
+            paths = [line.split()[-1] for line in maps if "/libnccl.so" in line]
+        if not paths:
+            return []
+        library = ctypes.CDLL(paths[0])
+    number = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(number))
+    return [number.value // 10000, number.value // 100 % 100, number.value % 100]
+
+
 facts = {"torch": torch.__version__, "torch_cuda": torch.version.cuda, "cuda_available": torch.cuda.is_available()}
 if facts["cuda_available"]:
     properties = torch.cuda.get_device_properties(0)
@@ -41,6 +58,7 @@ if facts["cuda_available"]:
     facts["gpu_bytes"] = properties.total_memory
     facts["multiprocessors"] = properties.multi_processor_count
     facts["num_gpus"] = torch.cuda.device_count()
+    facts["nccl"] = nccl_version()
 print("FACTS" + json.dumps(facts))
 """
 
@@ -138,6 +156,13 @@ def _examine_torch(machine: Machine, environment: Mapping[str, str], device: str
             "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES."
         )
     if device == "cuda":
+        nccl = facts.get("nccl", [])
+        if tuple(nccl[:2]) < SHARING_NCCL:
+            wanted = ".".join(map(str, SHARING_NCCL))
+            machine.missing["shared_gpu"] = (
+                f"got NCCL {'.'.join(map(str, nccl)) or 'of no version'}; {wanted} or newer is needed for ranks that "
+                "share a GPU: preload a newer libnccl.so.2."
+            )
         driver = _output_of(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"], environment
         )

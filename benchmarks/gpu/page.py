@@ -197,6 +197,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "build": _build,
     "smoke": _smoke,
     "tests": _tests,
+    "nccl": _tests,
     "kernels": _kernels,
     "memory": _memory,
     "step": _step,

@@ -14,6 +14,7 @@ from gpu import test_records
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 RECORDED = ROOT / "docs" / "benchmarks" / "gpu" / "results.json"  # of the last run that was committed
+_TEST_NEEDS = ("pytest", "hypothesis", "lightning")
 TOTAL_SECONDS = 540.0  # for which the shares below are set
 
 
@@ -84,6 +85,7 @@ def parts(options: Options) -> list[Part]:
         _kernels(options),
         _memory(options),
         _step(options),
+        *([_nccl(options)] if options.device == "cuda" else []),
         _sanitizer(options, "memcheck"),
         _sanitizer(options, "racecheck"),
     ]
@@ -112,7 +114,7 @@ def _build(options: Options) -> Part:
         "Build",
         _module("build", "--work", str(options.work), "--jobs", str(options.jobs), *architecture)
         + _output(options, "build"),
-        share_seconds=170,
+        share_seconds=145,
         most_seconds=200,
         needs=("torch", "cmake", "ninja", "compiler", "python_headers", "pybind11")
         + (("gpu", "nvcc") if options.device == "cuda" else ()),
@@ -132,38 +134,54 @@ def _smoke(options: Options) -> Part:
     )
 
 
+def _pytest(options: Options, name: str, *arguments: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return a command and its environment, for tests whose records are WORK/NAME.jsonl."""
+    command = [sys.executable, "-m", "pytest", "-p", "gpu.pytest_plugin", "-p", "no:cacheprovider", "-q", "--no-header"]
+    command += ["-rN", "--continue-on-collection-errors"]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "WEFT_GPU_RECORDS": str(options.work / f"{name}.jsonl"),
+        "WEFT_GPU_RECORDED": str(RECORDED),
+    }
+    if options.short:
+        environment["WEFT_GPU_TEST_COUNT"] = "4"
+    return (*command, *arguments), environment
+
+
 def _tests(options: Options) -> Part:
-    arguments = ["-m", "pytest", "-p", "gpu.pytest_plugin", "-p", "no:cacheprovider", "-q", "--no-header", "-rN"]
-    arguments.append("--continue-on-collection-errors")
-    if options.device == "cuda":
-        arguments += ["-m", "cuda"]
-    else:
-        arguments += ["-k", "on_cpu"]
+    arguments = ["-m", "cuda"] if options.device == "cuda" else ["-k", "on_cpu"]
     if options.test_jobs > 1:
         # One test at a time, because the order is by expected time.
         arguments += ["-n", str(options.test_jobs), "--maxschedchunk", "1"]
         if options.has_test_timeout:
             # A hanging kernel cannot be interrupted: the worker ends, and another takes its place.
             arguments += ["--timeout", "120", "--timeout-method", "thread"]
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHINDUCTOR_COMPILE_THREADS": "4",
-        "WEFT_GPU_RECORDS": str(options.work / "tests.jsonl"),
-        "WEFT_GPU_RECORDED": str(RECORDED),
-    }
-    if options.short:
-        environment["WEFT_GPU_TEST_COUNT"] = "4"
+    command, environment = _pytest(options, "tests", *arguments, *test_records.files_with_cuda_tests(ROOT))
     return Part(
         "tests",
         "Tests marked cuda",
-        (sys.executable, *arguments, *test_records.files_with_cuda_tests(ROOT)),
+        command,
         share_seconds=95,
         most_seconds=TOTAL_SECONDS,
-        needs=(*_gpu(options), "pytest", "hypothesis", "lightning"),
-        environment=environment,
+        needs=(*_gpu(options), *_TEST_NEEDS),
+        environment={**environment, "TORCHINDUCTOR_COMPILE_THREADS": "4"},
         files=("tests.xml",),
         collect=test_records.collect,
+    )
+
+
+def _nccl(options: Options) -> Part:
+    command, environment = _pytest(options, "nccl", "-m", "nccl", "tests/cuda_runtime/test_nccl_ranks.py")
+    return Part(
+        "nccl",
+        "Tests over NCCL, with ranks that share the GPU",
+        command,
+        share_seconds=25,
+        most_seconds=60,
+        needs=(*_gpu(options), *_TEST_NEEDS, "shared_gpu"),
+        environment={**environment, "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+        collect=lambda work: test_records.collect(work, "nccl"),
     )
 
 

@@ -24,9 +24,9 @@ def files_with_cuda_tests(root: Path) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in found)
 
 
-def collect(work: Path) -> dict[str, Any] | None:
-    """Return the summary of WORK/tests.jsonl, and write WORK/tests.xml."""
-    path = work / "tests.jsonl"
+def collect(work: Path, name: str = "tests") -> dict[str, Any] | None:
+    """Return the summary of WORK/NAME.jsonl, and write WORK/NAME.xml."""
+    path = work / f"{name}.jsonl"
     if not path.is_file():
         return None
     records = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
@@ -37,7 +37,7 @@ def collect(work: Path) -> dict[str, Any] | None:
     failed = [test for test in tests if test["outcome"] == "failed"]
     outcomes = Counter(test["outcome"] for test in tests)
     num_selected = sum("::" in test["id"] for test in tests)  # without files that could not be imported
-    _write_junit(work / "tests.xml", tests, max(0, selected - num_selected))
+    _write_junit(work / f"{name}.xml", tests, max(0, selected - num_selected))
     result: dict[str, Any] = {
         "selected": selected,
         **{name: outcomes[name] for name in ("passed", "failed", "skipped")},

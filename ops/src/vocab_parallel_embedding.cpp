@@ -72,8 +72,9 @@ at::Tensor vocab_embedding_backward(const at::Tensor& grad,
                                     c10::SymInt num_rows,
                                     std::int64_t vocab_start) {
   const auto num_local_rows = num_rows.expect_int();
-  if (num_local_rows == 0) {
-    return at::zeros({0, grad.size(-1)}, grad.options());
+  // On CUDA, torch's kernel writes outside of a gradient without columns.
+  if (num_local_rows == 0 || grad.size(-1) == 0) {
+    return at::zeros({num_local_rows, grad.size(-1)}, grad.options());
   }
   const auto [rows, is_elsewhere] = local_rows(ids, vocab_start, num_local_rows);
   const auto own_grad = grad.masked_fill(is_elsewhere.unsqueeze(-1), 0);

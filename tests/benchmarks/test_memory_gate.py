@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from support import cuda_runtime
 from support.processes import run_process
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(BENCHMARKS)}
+PATHS = [str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(PATHS)}
 GOLDEN = json.loads((BENCHMARKS / "memory_golden.json").read_text())
 
 requires_golden_torch = pytest.mark.skipif(

@@ -1,13 +1,16 @@
-"""Operators on ranks that have a device each and communicate over NCCL, on the runtime without a device.
+"""Operators and pipeline links over NCCL, on the runtime without a device or on a GPU that the ranks share.
 
-Streams run as late as they may, so that a missing wait between a collective's stream and the current one gives other
-values than one rank computes.
+On the runtime each rank has a device, and streams run as late as they may, so that a missing wait between a
+collective's stream and the current one gives other values than one rank computes.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+import pytest
+import torch
+import torch.distributed as dist
 from ops.on_device import on_device
 
 from ops import (
@@ -22,8 +25,12 @@ from ops import (
     test_sharded,
     test_sharded_linear,
 )
+from support import cuda_runtime
+from support.ranks import on_ranks
+from weft import pipeline_links
 
-on_nccl = partial(on_device, "cuda", backend="cpu:weft,cuda:nccl")
+BACKEND = "cpu:weft,cuda:nccl"
+on_nccl = partial(on_device, "cuda", backend=BACKEND)
 
 test_column_row_mlp = on_nccl(test_sharded.test_column_row_mlp)
 test_linears_and_embedding = on_nccl(test_sharded.test_linears_and_embedding)
@@ -40,3 +47,21 @@ test_sharded_and_replicated_kv_heads = on_nccl(test_attention.test_sharded_and_r
 test_stages_match_full_model = on_nccl(test_pipeline.test_stages_match_full_model)
 test_messages_of_all_dtypes = on_nccl(test_pipeline.test_many_messages_of_all_dtypes_on_two_channels)
 test_tensors_for_backward_are_not_overwritten = on_nccl(test_pipeline.test_tensors_for_backward_are_not_overwritten)
+
+
+@pytest.mark.nccl
+@on_ranks(2, 3)
+@pytest.mark.parametrize("order", ["all forward, all backward", "one forward, one backward"])
+def test_messages_over_links(rank: int, world_size: int, order: str) -> None:
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend=BACKEND)
+    pipeline_links.link(group, [peer for peer in range(world_size) if peer != rank], device)
+    sent = cuda_runtime.count("nccl send") if cuda_runtime.is_active() else None
+    try:
+        with device:
+            test_pipeline.check_stages(rank, world_size, order, group.group_name)
+        if sent is not None:
+            assert cuda_runtime.count("nccl send") > sent
+    finally:
+        pipeline_links.unlink(group)

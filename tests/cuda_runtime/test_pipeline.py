@@ -1,4 +1,4 @@
-"""Pipeline stages on a CUDA device each, on the runtime without a device: messages, links and the Trainer."""
+"""Pipeline stages on a CUDA device each, on the runtime without a device: links and the Trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning_plugin.test_trainer_pipeline import assert_matches_one_device, run_all_loops
 from ops.on_device import world_on
-from ops.test_pipeline import check_stages
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -26,22 +25,6 @@ BACKEND = "cpu:weft,cuda:nccl"
 OPS = weft.ops
 PATIENT_MS = 20_000  # no work begins because of the time that has passed
 PAUSE_SECONDS = 0.1
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("order", ["all forward, all backward", "one forward, one backward"])
-def test_messages_over_links(rank: int, world_size: int, order: str) -> None:
-    """Links send over NCCL; streams run as late as they may."""
-    torch.cuda.set_device(rank)
-    group = dist.new_group(backend=BACKEND)
-    pipeline_links.link(group, [peer for peer in range(world_size) if peer != rank], torch.device("cuda", rank))
-    sent = cuda_runtime.count("nccl send")
-    try:
-        with torch.device("cuda", rank):
-            check_stages(rank, world_size, order, group.group_name)
-        assert cuda_runtime.count("nccl send") > sent
-    finally:
-        pipeline_links.unlink(group)
 
 
 def _run_on_cuda(rank: int, world_size: int, links: str, **case: Any) -> dict[str, Any]:

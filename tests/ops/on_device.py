@@ -3,8 +3,8 @@
     test_mlp = on_device("cuda", test_sharded.test_column_row_mlp)
 
 In a body that device is torch's default device, and the group of all ranks is one of `backend`. With gloo the ranks
-share a device; with NCCL each has its own. Both hold for the device "cpu" as well, which tests everything but the
-device itself without a GPU.
+share a device; with NCCL each has its own, if there are enough. Both hold for the device "cpu" as well, which tests
+everything but the device itself without a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def on_device(
 
     Args:
         needs_gpu: why the CUDA runtime without a device is not enough.
-        backend: of the group; with another one than gloo, the test needs that runtime, which has enough devices.
+        backend: of the group; with another one than gloo, the test is marked `nccl`.
     """
 
     def device_test(**arguments: object) -> None:
@@ -46,7 +46,7 @@ def on_device(
     marks = [mark for mark in getattr(test, "pytestmark", []) if mark.args[:1] != ("world_size",)]
     device_test.num_ranks = num_ranks  # type: ignore[attr-defined]
     if device != "cpu":
-        marks.append((pytest.mark.cuda if backend == "gloo" else pytest.mark.cuda_runtime).mark)
+        marks.append((pytest.mark.cuda if backend == "gloo" else pytest.mark.nccl).mark)
     if needs_gpu:
         marks.append(pytest.mark.gpu(needs_gpu).mark)
     device_test.pytestmark = marks  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ def run_body(
     rank_arguments = {"rank": rank, "world_size": world_size}
     wanted = inspect.signature(body).parameters
     if backend != "gloo":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     with world_on(backend), torch.device(device):
         body(**arguments, **{name: value for name, value in rank_arguments.items() if name in wanted})
 

@@ -336,6 +336,15 @@ def test_compile_and_export(rank: int) -> None:
         torch.testing.assert_close(program.module()(inputs[5], **forward), eager[5][0])
 
 
+def test_compiles_while_a_default_device_is_set() -> None:
+    block = weft.nn.ParallelAttention(DIM, HEADS, head_dim=HEAD_DIM, group_name="")
+    x = torch.randn(2, 3, DIM)
+    torch._dynamo.reset()
+    with torch.device("cpu"):
+        compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(_run(compiled, x), _run(block, x))
+
+
 @on_ranks(2, 4)
 def test_script_save_load_rebind(rank: int) -> None:
     new_group = dist.new_group().group_name

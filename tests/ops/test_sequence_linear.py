@@ -163,7 +163,7 @@ class AllLayers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.sharded(self.mlp(self.block(x, 5), 5))
         x = torch.ops.weft.gather_from_sequence(x, 1, self.group_name, dim_size=5)
-        return self.loss(x, torch.arange(10).view(2, 5))
+        return self.loss(x, torch.arange(10, device=x.device).view(2, 5))
 
 
 @on_ranks(2, timeout=300)

@@ -168,7 +168,8 @@ class ParallelAttention(nn.Module):
     def _attend(self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None) -> Tensor:
         """`[..., S, (h + 2 * kv) * head_dim]` -> `[..., S, h * head_dim]`."""
         h, kv = self.num_local_heads, self.num_local_kv_heads
-        heads = qkv.unflatten(-1, [h + 2 * kv, self.head_dim]).transpose(-3, -2)
+        # torch.compile cannot trace Tensor.unflatten while a default device is set.
+        heads = torch.unflatten(qkv, -1, [h + 2 * kv, self.head_dim]).transpose(-3, -2)
         qk, v = heads.split([h + kv, kv], dim=-3)
         if cos is not None and sin is not None:
             cos, sin = self._sum_gradient(cos).unsqueeze(-3), self._sum_gradient(sin).unsqueeze(-3)
