@@ -40,6 +40,12 @@ class Kernel:
         """The kernel's name without its template arguments."""
         return self.name.split()[0]
 
+    @property
+    def kept_packs(self) -> int:
+        """The packs of a row that a thread keeps in registers."""
+        found = re.search(r" k(\d+)", self.name)
+        return int(found[1]) if found else 0
+
 
 def read_kernels(libraries: Sequence[Path]) -> list[Kernel]:
     """Return all kernels of libraries, archives or object files, sorted by architecture and name.
@@ -144,18 +150,23 @@ def demangle(name: str) -> str:
 def kernel_name(demangled: str) -> str:
     """Return a short name: the family, the activation, the dtypes, and x before the number of elements of a pack.
 
-    A kernel of elementwise.cuh is named after its operation: 'activation silu bfloat16 x8'.
+    A kernel of elementwise.cuh is named after its operation: 'activation silu bfloat16 x8'. Before x, the norms have k
+    and the number of packs that a thread keeps in registers: 'norm_forward bfloat16 float32 k2 x8'.
     """
     text = re.sub(r"\(anonymous namespace\)::|\w+::", "", demangled)
     found = re.match(r"(?:void )?(\w+?)(?:_kernel)?(?:<(.*)>)?\(", text)
     if found is None:
         return text
     words = [FAMILIES.get(found[1], found[1])]
+    numbers = []
     for argument in re.findall(r"\(Activation\)\d+|\w+", found[2] or ""):
         if argument.endswith("Operation"):
             words[0] = argument.removesuffix("Operation").lower()
         elif argument.startswith("(Activation)"):
             words.insert(1, ACTIVATIONS[int(argument.removeprefix("(Activation)"))])
+        elif argument.isdecimal():
+            numbers.append(argument)
         elif not argument.endswith("Job"):
-            words.append(DTYPES.get(argument, f"x{argument}" if argument.isdecimal() else argument))
-    return " ".join(words)
+            words.append(DTYPES.get(argument, argument))
+    marked = [f"{letter}{number}" for letter, number in zip("xk", numbers, strict=False)]
+    return " ".join([*words, *reversed(marked)])

@@ -38,7 +38,8 @@ THREADS = {
     "dropout": 256,
     "norm_backward": 512,
     "norm_forward": 512,
-    "sum_blocks": 256,
+    "norm_forward k2": 1024,
+    "sum_blocks": 1024,
 }
 
 
@@ -62,6 +63,9 @@ def occupancy(kernel: Kernel) -> Occupancy | None:
 
 def threads_of(kernel: Kernel) -> int:
     """Return the number of threads of the kernel's largest block."""
+    kept = kernel.kept_packs
+    if kept and f"{kernel.family} k{kept}" in THREADS:
+        return THREADS[f"{kernel.family} k{kept}"]
     if kernel.family not in THREADS:
         raise ValueError(
             f"got the kernel '{kernel.family}', whose block size is not known: add it to THREADS in "
@@ -72,7 +76,7 @@ def threads_of(kernel: Kernel) -> int:
 
 def dynamic_shared_bytes(kernel: Kernel, limits: Limits) -> int:
     """Return the most dynamic shared memory that a launch requests, as in run_backward() of norm_launch.cu."""
-    if kernel.family != "norm_backward":
+    if kernel.family != "norm_backward" or kernel.kept_packs:
         return 0
     return min(limits.shared_bytes_of_block, limits.shared_bytes // 2) - 2048
 
@@ -122,12 +126,16 @@ TRAFFIC = [
     Traffic("gated activation", "activation", 2, 1, 3),
     Traffic("gated activation backward", "activation", 3, 3, 6),
     Traffic("dropout", "dropout", 1, 1, 2),
-    Traffic("rms_norm", "norm_forward", 2, 1, 2),
-    Traffic("layer_norm", "norm_forward", 3, 1, 2),
-    Traffic("add_rms_norm", "norm_forward", 3, 2, 4),
-    Traffic("add_layer_norm", "norm_forward", 4, 2, 4),
-    Traffic("rms_norm, layer_norm backward", "norm_backward", 4, 1, 3),
-    Traffic("add_rms_norm, add_layer_norm backward", "norm_backward", 5, 1, 4),
+    Traffic("rms_norm, layer_norm", "norm_forward", 1, 1, 2),
+    Traffic("add_rms_norm, add_layer_norm", "norm_forward", 2, 2, 4),
+    Traffic("rms_norm of long rows", "norm_forward k0", 2, 1, 2),
+    Traffic("layer_norm of long rows", "norm_forward k0", 3, 1, 2),
+    Traffic("add_rms_norm of long rows", "norm_forward k0", 3, 2, 4),
+    Traffic("add_layer_norm of long rows", "norm_forward k0", 4, 2, 4),
+    Traffic("rms_norm, layer_norm backward", "norm_backward", 2, 1, 3),
+    Traffic("add_rms_norm, add_layer_norm backward", "norm_backward", 3, 1, 4),
+    Traffic("rms_norm, layer_norm backward of long rows", "norm_backward k0", 4, 1, 3),
+    Traffic("add_rms_norm, add_layer_norm backward of long rows", "norm_backward k0", 5, 1, 4),
     Traffic("cross_entropy, statistics", "cross_entropy_statistics", 1, 0, 1),
     Traffic("cross_entropy, gradient", "cross_entropy_gradient", 1, 1, 2),
 ]

@@ -55,22 +55,51 @@ __device__ __forceinline__ detail::NormalPoint<float> normal_point(float x) {
   return {x > 0 ? 1 - tail : tail, density * kInverseSqrtTwoPi};
 }
 
-// Implements the `Math` of activation_math.h.
-template <typename ScalarType>
+// The same for results that are rounded to a half type: c = 3, the relative error is 2.4e-5, and it
+// takes about two thirds of the instructions.
+__device__ __forceinline__ detail::NormalPoint<float> rough_normal_point(float x) {
+  constexpr float kInverseSqrtTwoPi = 0.39894228040143267793994605993438F;
+  constexpr float kCenter = 3.0F;
+  constexpr float kFit[] = {0.72909086942672729492F,
+                            -0.50942337512969970703F,
+                            0.22985516488552093506F,
+                            -0.046364758163690567017F,
+                            -0.0097725652158260345459F,
+                            0.0049891024827957153320F};
+  constexpr int kTerms = sizeof(kFit) / sizeof(float);
+  constexpr float kHalfLog2E = -0.72134752044448170368F;  // -log2(e) / 2
+  const float a = ::fminf(::fabsf(x), 15.0F);
+  const float density = ::exp2f(a * a * kHalfLog2E);
+  const float inverse = __fdividef(1.0F, a + kCenter);
+  const float t = (a - kCenter) * inverse;
+  float fit = kFit[kTerms - 1];
+#pragma unroll
+  for (int i = kTerms - 2; i >= 0; --i) fit = ::fmaf(fit, t, kFit[i]);
+  const float tail = density * (fit * inverse);
+  return {x > 0 ? 1 - tail : tail, density * kInverseSqrtTwoPi};
+}
+
+// Implements the `Math` of activation_math.h. `Storage` is the type that results are rounded to.
+template <typename Storage>
 struct DeviceMath {
-  using Scalar = ScalarType;
+  using Scalar = ScalarOf<Storage>;
 
   static __device__ __forceinline__ Scalar exp(Scalar x) { return ::exp(x); }
 
   static __device__ __forceinline__ detail::NormalPoint<Scalar> normal(Scalar x) {
-    return normal_point(x);
+    if constexpr (sizeof(Storage) < sizeof(float)) {
+      return rough_normal_point(x);
+    } else {
+      return normal_point(x);
+    }
   }
 };
 
 template <typename Storage, Activation kActivation, int kWidth>
 __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin) {
   using Scalar = ScalarOf<Storage>;
-  using Formula = detail::Formula<DeviceMath<Scalar>, kActivation>;
+  using Math = DeviceMath<Storage>;
+  using Formula = detail::Formula<Math, kActivation>;
   const bool gated = job.up != nullptr;
   Scalar x[kWidth];
   Scalar up[kWidth];
@@ -94,8 +123,7 @@ __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin)
     Scalar grad_up[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
-      const auto result =
-          detail::gated_gradient<DeviceMath<Scalar>, kActivation>(grad_h[i], x[i], up[i]);
+      const auto result = detail::gated_gradient<Math, kActivation>(grad_h[i], x[i], up[i]);
       grad_x[i] = result.grad_gate;
       grad_up[i] = result.grad_up;
       h[i] = result.h;

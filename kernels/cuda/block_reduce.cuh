@@ -44,4 +44,24 @@ __device__ __forceinline__ Scalar block_sum(Scalar value, Scalar* shared) {
       value, Scalar(0), [](Scalar a, Scalar b) { return a + b; }, shared);
 }
 
+// Two values that are reduced together, with the barriers of one.
+template <typename Scalar>
+struct Pair {
+  Scalar first;
+  Scalar second;
+};
+
+template <typename Scalar>
+__device__ __forceinline__ Pair<Scalar> shuffle_xor(const Pair<Scalar>& value, int offset) {
+  return {cuda::shuffle_xor(value.first, offset), cuda::shuffle_xor(value.second, offset)};
+}
+
+template <typename Scalar>
+__device__ __forceinline__ Pair<Scalar> block_sum(const Pair<Scalar>& value, Pair<Scalar>* shared) {
+  const auto add = [](const Pair<Scalar>& a, const Pair<Scalar>& b) {
+    return Pair<Scalar>{a.first + b.first, a.second + b.second};
+  };
+  return block_reduce(value, Pair<Scalar>{0, 0}, add, shared);
+}
+
 }  // namespace weft::kernels::cuda

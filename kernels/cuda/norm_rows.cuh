@@ -16,10 +16,16 @@
 namespace weft::kernels::cuda {
 
 inline constexpr int kMaxThreads = 512;
-// Blocks of kMaxThreads that are resident on a multiprocessor. The forward's registers allow three,
-// the shared memory of the backward allows two.
+// The forward that keeps its row in registers has blocks of this size, one on a multiprocessor.
+inline constexpr int kMaxKeepingThreads = 1024;
+// The blocks of kMaxThreads of the other kernels that are resident on a multiprocessor. The
+// forward's registers allow three; the registers of a backward that keeps one pack, and the shared
+// memory of a backward that keeps none, allow two.
 inline constexpr int kForwardBlocks = 3;
 inline constexpr int kBackwardBlocks = 2;
+// The packs of a row that a thread keeps in registers, if the row has few enough.
+inline constexpr int kForwardPacks = 2;
+inline constexpr int kBackwardPacks = 2;
 
 template <typename Params, typename Scalar, int kWidth>
 __device__ __forceinline__ void load_params(const void* params,
@@ -65,46 +71,82 @@ inline bool is_packable(const detail::NormBackwardJob& job) {
   return is_packable(job, {job.grad_y, job.grad_sum, job.v, job.grad_v});
 }
 
+// How a kernel processes a row.
+struct RowShape {
+  int kept_packs;  // of a thread, in registers; 0: the row is read again
+  int num_threads;
+};
+
 template <typename Job>
-int threads_of(const Job& job) {
+int64_t packs_of_row(const Job& job) {
   const int64_t width = is_packable(job) ? kVectorBytes / bytes_of(job.type) : 1;
-  const int64_t num_packs = (job.row_size + width - 1) / width;
-  int threads = kWarpSize;
-  while (threads < kMaxThreads && threads < num_packs) threads *= 2;
-  return threads;
+  return (job.row_size + width - 1) / width;
 }
 
-// Returns the number of blocks of the forward: as many as can be resident, with registers for
-// kForwardBlocks blocks of kMaxThreads and at most 32 blocks per multiprocessor.
-template <typename Job>
-int64_t num_forward_blocks(const Job& job, c10::Device device) {
-  const int64_t per_multiprocessor =
-      std::min<int64_t>(32, kForwardBlocks * kMaxThreads / threads_of(job));
+// Returns the shape of rows whose threads keep `kept_packs` packs.
+inline RowShape keeping_shape(int64_t num_packs, int kept_packs) {
+  const int64_t num_threads = (num_packs + kept_packs - 1) / kept_packs;
+  return {kept_packs, static_cast<int>((num_threads + kWarpSize - 1) / kWarpSize * kWarpSize)};
+}
+
+inline RowShape reading_shape(int64_t num_packs) {
+  int num_threads = kWarpSize;
+  while (num_threads < kMaxThreads && num_threads < num_packs) num_threads *= 2;
+  return {0, num_threads};
+}
+
+inline RowShape row_shape(const detail::NormForwardJob& job) {
+  const int64_t num_packs = packs_of_row(job);
+  return is_packable(job) && num_packs <= kForwardPacks * kMaxKeepingThreads
+             ? keeping_shape(num_packs, kForwardPacks)
+             : reading_shape(num_packs);
+}
+
+inline RowShape row_shape(const detail::NormBackwardJob& job) {
+  const int64_t num_packs = packs_of_row(job);
+  if (!is_packable(job) || num_packs > kBackwardPacks * kMaxThreads)
+    return reading_shape(num_packs);
+  return keeping_shape(num_packs, num_packs <= kMaxThreads ? 1 : kBackwardPacks);
+}
+
+// Returns the number of blocks of the forward: as many as the registers let be resident, at most 32
+// per multiprocessor.
+inline int64_t num_forward_blocks(const detail::NormForwardJob& job, c10::Device device) {
+  const auto shape = row_shape(job);
+  const int resident = shape.kept_packs > 0 ? kMaxKeepingThreads : kForwardBlocks * kMaxThreads;
+  const int64_t per_multiprocessor = std::min(32, resident / shape.num_threads);
   return std::min<int64_t>(job.num_rows, num_multiprocessors(device) * per_multiprocessor);
 }
 
-// Returns the number of blocks of the backward: half as many threads as fill the device, so that
-// each block of kMaxThreads may use half of a multiprocessor's shared memory; at most 8 blocks per
-// multiprocessor, because all blocks' sums are added at the end.
-template <typename Job>
-int64_t num_backward_blocks(const Job& job, c10::Device device) {
-  const int64_t per_multiprocessor =
-      std::min<int64_t>(8, kBackwardBlocks * kMaxThreads / threads_of(job));
+// Returns the number of blocks of the backward: as many as the registers let be resident, and so
+// few that two blocks of kMaxThreads share a multiprocessor's memory; at most 8 per multiprocessor,
+// because all blocks' sums are added at the end.
+inline int64_t num_backward_blocks(const detail::NormBackwardJob& job, c10::Device device) {
+  const auto shape = row_shape(job);
+  const int resident = (shape.kept_packs > 1 ? 1 : kBackwardBlocks) * kMaxThreads;
+  const int64_t per_multiprocessor = std::min(8, resident / shape.num_threads);
   return std::min<int64_t>(job.num_rows, num_multiprocessors(device) * per_multiprocessor);
 }
 
-// Calls visit.run<Storage, Params, kWidth>() with the job's types and pack width.
-template <typename Job, typename Visit>
-void visit_types(const Job& job, const Visit& visit) {
+// Calls visit.run<Storage, Params, kWidth, kPacks>() with the job's types, pack width and kept
+// packs; kKept are the numbers that row_shape() may return beside 0.
+template <int... kKept, typename Job, typename Visit>
+void visit_shapes(const Job& job, const Visit& visit) {
   const bool packable = is_packable(job);
+  const int kept_packs = row_shape(job).kept_packs;
   visit_storage(job.type, [&]<typename Storage>() {
     constexpr int kWidth = kVectorBytes / sizeof(Storage);
+    const auto run = [&]<typename Params>() {
+      if (!packable) return visit.template run<Storage, Params, 1, 0>();
+      const bool is_kept =
+          ((kept_packs == kKept && (visit.template run<Storage, Params, kWidth, kKept>(), true)) ||
+           ...);
+      if (!is_kept) visit.template run<Storage, Params, kWidth, 0>();
+    };
     if (job.params_in_compute_type || std::is_same_v<Storage, ScalarOf<Storage>>) {
-      packable ? visit.template run<Storage, ScalarOf<Storage>, kWidth>()
-               : visit.template run<Storage, ScalarOf<Storage>, 1>();
+      run.template operator()<ScalarOf<Storage>>();
     } else {
-      packable ? visit.template run<Storage, Storage, kWidth>()
-               : visit.template run<Storage, Storage, 1>();
+      run.template operator()<Storage>();
     }
   });
 }

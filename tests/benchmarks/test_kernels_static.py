@@ -25,7 +25,7 @@ JOB = "ENS0_6detail13ActivationJobEEEvT1_"
 RELU = "_ZN4weft7kernels4cuda18elementwise_kernelINS1_53_GLOBAL__N__7bdb82fd_20_activation_launch_cu_3275834f"
 RELU += f"19ActivationOperationIfLNS0_10ActivationE3EEELi4{JOB}"
 NORM_FILE = "_ZN4weft7kernels4cuda47_GLOBAL__N__9186ab41_14_norm_launch_cu_ae33b02a"
-NORM = f"{NORM_FILE}20norm_backward_kernelIN3c108BFloat16EfLi8EEEvNS0_6detail15NormBackwardJobEibPv"
+NORM = f"{NORM_FILE}20norm_backward_kernelIN3c108BFloat16EfLi8ELi1EEEvNS0_6detail15NormBackwardJobEibPv"
 SUM = f"{NORM_FILE}17sum_blocks_kernelIfEEvPKT_PS4_ll"
 
 # Shortened output of cuobjdump 13.1 for code of nvcc 13.0.
@@ -114,9 +114,9 @@ def sass_of(functions: dict[tuple[str, str], str]) -> str:
     ("mangled", "name"),
     [
         (RELU, "activation relu float32 x4"),
-        (NORM, "norm_backward bfloat16 float32 x8"),
+        (NORM, "norm_backward bfloat16 float32 k1 x8"),
         (SUM, "sum_blocks float32"),
-        (NORM.replace("EfLi8E", "ES5_Li1E"), "norm_backward bfloat16 bfloat16 x1"),
+        (NORM.replace("EfLi8ELi1E", "ES5_Li1ELi0E"), "norm_backward bfloat16 bfloat16 k0 x1"),
         (
             "_ZN4weft7kernels4cuda56_GLOBAL__N__9d5a98f6_23_cross_entropy_launch_cu_3e13ed4d"
             "17statistics_kernelIN3c104HalfEEEvNS0_6detail25CrossEntropyStatisticsJobE",
@@ -181,6 +181,7 @@ def test_occupancy(arch: str, registers: int, threads: int, shared_bytes: int, b
     [
         ("elementwise.cuh", "kElementwiseThreads", {"activation", "dropout"}),
         ("norm_rows.cuh", "kMaxThreads", {"norm_forward", "norm_backward"}),
+        ("norm_rows.cuh", "kMaxKeepingThreads", {"norm_forward k2"}),
         ("cross_entropy_launch.cu", "kMaxStatisticsThreads", {"cross_entropy_statistics"}),
         ("cross_entropy_launch.cu", "kGradientThreads", {"cross_entropy_gradient"}),
     ],
@@ -224,7 +225,7 @@ def run_main(
 SASS = sass_of({("sm_80", RELU): ELEMENTWISE, ("sm_90", RELU): ELEMENTWISE, ("sm_90", NORM): ROWS})
 SPILL = SASS.replace("ST.E desc[UR4][R10.64], R6", "STL.64 [R1], R2")
 STACK = RESOURCES.replace("REG:56 STACK:0", "REG:56 STACK:8")
-ROW_NAME = "sm_90 norm_backward bfloat16 float32 x8"
+ROW_NAME = "sm_90 norm_backward bfloat16 float32 k1 x8"
 ADVICE = "Correct these kernels or, if the figures are intended, store them with --write."
 
 
@@ -306,8 +307,8 @@ def test_table_has_a_row_for_the_widest_pack(
     assert [line for line in lines if line.startswith("activation relu")] == [
         "activation relu float32 x4 45 0 0 3 2 0 0 20 256 62.5 % registers"
     ]
-    assert "norm_backward bfloat16 float32 x8 56 0 128 2 1 1 2 15 512 50.0 % registers" in lines
-    assert "rms_norm norm_forward 2 1 6 4 1.50" in lines
+    assert "norm_backward bfloat16 float32 k1 x8 56 0 128 2 1 1 2 15 512 50.0 % registers" in lines
+    assert "rms_norm, layer_norm norm_forward 1 1 4 4 1.00" in lines
     assert run_main(monkeypatch, tmp_path, "--arch", "sm_90", "--all", "--json", sass=sass, resources=resources) == 0
     rows = json.loads(capsys.readouterr().out)["kernels"]["sm_90"]
     assert [row["kernel"][-2:] for row in rows] == ["x1", "x4", "x8"]
@@ -321,7 +322,8 @@ def test_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.C
     text = written.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert (
-        "| norm_backward bfloat16 float32 x8 | 56 | 8 | 128 | 2 | 1 | 1 | 1 | 15 | 512 | 50.0 % | registers |\n" in text
+        "| norm_backward bfloat16 float32 k1 x8 | 56 | 8 | 128 | 2 | 1 | 1 | 1 | 15 | 512 | 50.0 % | registers |\n"
+        in text
     )
     assert run_main(monkeypatch, tmp_path, "--write", sass=SPILL, resources=STACK) == 1  # a new spill is not accepted
     assert f"{ROW_NAME}: 8 bytes of stack" in capsys.readouterr().err

@@ -67,6 +67,13 @@ std::vector<Case> all_cases() {
           {type, norm, 7, large, Layout::kContiguous, Params::kOfComputeType, true, true});
       cases.push_back(
           {type, norm, 3, large + 1, Layout::kContiguous, Params::kOfStorage, true, false});
+      // Rows that are too long for the registers of a block: of the backward, and of the forward.
+      cases.push_back(
+          {type, norm, 7, 8200, Layout::kContiguous, Params::kOfComputeType, true, false});
+      if (at::isReducedFloatingType(type)) {
+        cases.push_back(
+            {type, norm, 3, 16640, Layout::kContiguous, Params::kOfStorage, true, true});
+      }
       // Every combination at one size in whole packs, in which the packed kernels run.
       for (const auto params : {Params::kNone, Params::kOfStorage, Params::kOfComputeType}) {
         for (const bool has_residual : {false, true}) {
