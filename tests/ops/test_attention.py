@@ -328,7 +328,9 @@ def test_compile_and_export(rank: int) -> None:
         compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
         for tokens, x in inputs.items():
             torch.testing.assert_close(_run(compiled, x, **forward), eager[tokens])
-        shapes = {"x": {1: torch.export.Dim("s", min=2)}, **dict.fromkeys(forward)}
+        # On CUDA, torch 2.11 does not prove min(4 s, 12 s) = 4 s, which its attention asks for, of a named size.
+        size = torch.export.Dim("s", min=2) if inputs[3].is_cpu else torch.export.Dim.AUTO
+        shapes = {"x": {1: size}, **dict.fromkeys(forward)}
         program = torch.export.export(block, (torch.randn(2, 4, DIM),), forward, dynamic_shapes=shapes)
         targets = [str(node.target) for node in program.graph.nodes]
         column = "column_linear" if block.sequence_dim is None else "all_gather_linear"

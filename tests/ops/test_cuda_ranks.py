@@ -121,7 +121,7 @@ test_compile_pairs = on_device("cuda", test_shard_ops.test_compile_export_and_sc
 test_compile_losses = on_device("cuda", test_cross_entropy.test_compile_export_script_and_autocast)
 test_compile_norms = on_device("cuda", test_norms.test_compile_export_script_and_autocast, needs_gpu=INDUCTOR)
 test_compile_dropout = on_device("cuda", test_dropout.test_module_compile_export_script_checkpoint)
-test_compile_attention = on_device("cuda", test_attention.test_compile_and_export, needs_gpu=INDUCTOR)
+test_compile_attention = on_device("cuda", test_attention.test_compile_and_export)
 test_script_of_attention = on_device("cuda", test_attention.test_script_save_load_rebind)
 test_script_of_shared_heads = on_device("cuda", test_attention.test_script_save_load_rebind, num_ranks=4)
 test_autocast_of_attention = on_device("cuda", test_attention.test_autocast)
