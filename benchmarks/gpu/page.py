@@ -140,6 +140,23 @@ def _kernels(result: dict[str, Any]) -> str:
     return text
 
 
+def _candidates(result: dict[str, Any]) -> str:
+    text = "The first way of a job is weft's (`python benchmarks/cuda_candidates.py`).\n\n"
+    cells = []
+    for group, jobs in result["groups"].items():
+        if "problem" in jobs:
+            cells.append([group, "", jobs["problem"], "", ""])
+            continue
+        for job, ways in jobs.items():
+            if "problem" in ways:
+                cells.append([group, job, ways["problem"], "", ""])
+                continue
+            cells += [
+                [group, job, way, f"{row['ms']:.3f}", f"{row['first_over_this']:.2f}"] for way, row in ways.items()
+            ]
+    return text + table(["group", "job", "way", "ms", "first / this"], cells)
+
+
 def _memory(result: dict[str, Any]) -> str:
     ranks = sorted({row["num_ranks"] for row in result["results"]})
     columns: dict[tuple[str, str], dict[int, int]] = {}
@@ -199,6 +216,7 @@ _RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "tests": _tests,
     "nccl": _tests,
     "kernels": _kernels,
+    "candidates": _candidates,
     "memory": _memory,
     "step": _step,
     "memcheck": _sanitizer,

@@ -83,6 +83,7 @@ def parts(options: Options) -> list[Part]:
         _smoke(options),
         _tests(options),
         _kernels(options),
+        _candidates(options),
         _memory(options),
         _step(options),
         *([_nccl(options)] if options.device == "cuda" else []),
@@ -114,7 +115,7 @@ def _build(options: Options) -> Part:
         "Build",
         _module("build", "--work", str(options.work), "--jobs", str(options.jobs), *architecture)
         + _output(options, "build"),
-        share_seconds=145,
+        share_seconds=130,
         most_seconds=200,
         needs=("torch", "cmake", "ninja", "compiler", "python_headers", "pybind11")
         + (("gpu", "nvcc") if options.device == "cuda" else ()),
@@ -193,6 +194,18 @@ def _kernels(options: Options) -> Part:
         _script("kernels_cuda.py", "--device", options.device, *short, "--json", *_output(options, "kernels")),
         share_seconds=65,
         most_seconds=120,
+        needs=_gpu(options),
+    )
+
+
+def _candidates(options: Options) -> Part:
+    short = ("--scale", "64", "--samples", "2") if options.short else ()
+    return Part(
+        "candidates",
+        "Ways to compute the same",
+        _script("cuda_candidates.py", "--device", options.device, *short, "--json", *_output(options, "candidates")),
+        share_seconds=15,
+        most_seconds=40,
         needs=_gpu(options),
     )
 

@@ -173,9 +173,14 @@ def test_short_run_on_a_cpu(tmp_path: Path) -> None:
     statuses = {part["name"]: part["status"] for part in report["parts"]}
     log = (out / "log.txt").read_text()
     assert statuses == dict.fromkeys(statuses, "passed"), f"{run.stdout}\n{log[-6000:]}"
-    assert list(statuses) == ["smoke", "tests", "kernels", "memory", "step", "memcheck", "racecheck"]
+    assert list(statuses) == ["smoke", "tests", "kernels", "candidates", "memory", "step", "memcheck", "racecheck"]
     assert {path.name for path in out.iterdir()} == {"results.json", "gpu.md", "log.txt", "tests.xml", "trace.json.gz"}
     text = (out / "gpu.md").read_text()
     assert "another form than expected" not in text
-    for heading in ("Kernels", "Memory of a rank", "A training step of Llama-shaped blocks"):
+    for heading in (
+        "Kernels",
+        "Ways to compute the same",
+        "Memory of a rank",
+        "A training step of Llama-shaped blocks",
+    ):
         assert f"\n## {heading}\n" in text
