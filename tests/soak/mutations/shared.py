@@ -10,6 +10,8 @@ LAUNCH = "cuda/launch.cuh"
 PACKS = "cuda/vector_access.cuh"
 
 HALVE = "for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {"
+PAIR_SHUFFLE = "cuda::shuffle_xor(value.first, offset), cuda::shuffle_xor(value.second, offset)"
+PAIR_SUM = "a.first + b.first, a.second + b.second"
 
 MUTATIONS = [
     # Reductions over a block.
@@ -33,6 +35,22 @@ MUTATIONS = [
         "",
         equivalent="the result of one warp goes through shared memory, which costs two barriers",
     ),
+    # Reductions of pairs.
+    Mutation(
+        "reduce_pair_shuffle_swapped",
+        REDUCE,
+        PAIR_SHUFFLE,
+        "cuda::shuffle_xor(value.second, offset), cuda::shuffle_xor(value.first, offset)",
+    ),
+    Mutation("reduce_pair_first_not_shuffled", REDUCE, "{cuda::shuffle_xor(value.first, offset),", "{value.first,"),
+    Mutation("reduce_pair_second_not_shuffled", REDUCE, "cuda::shuffle_xor(value.second, offset)}", "value.second}"),
+    Mutation("reduce_pair_swapped", REDUCE, PAIR_SUM, "a.second + b.second, a.first + b.first"),
+    Mutation("reduce_pair_first_twice", REDUCE, PAIR_SUM, "a.first + b.first, a.first + b.first"),
+    Mutation("reduce_pair_mixed", REDUCE, PAIR_SUM, "a.first + b.second, a.second + b.first"),
+    Mutation("reduce_pair_drops_first", REDUCE, PAIR_SUM, "a.first, a.second + b.second"),
+    Mutation("reduce_pair_drops_second", REDUCE, PAIR_SUM, "a.first + b.first, a.second"),
+    Mutation("reduce_pair_first_identity", REDUCE, "Pair<Scalar>{0, 0}", "Pair<Scalar>{1, 0}"),
+    Mutation("reduce_pair_second_identity", REDUCE, "Pair<Scalar>{0, 0}", "Pair<Scalar>{0, 1}"),
     # Elementwise loops.
     Mutation("loop_stride", LOOP, "pack_idx += num_threads", "pack_idx += num_threads + 1"),
     Mutation("loop_bound", LOOP, "pack_idx < num_packs", "pack_idx <= num_packs"),
