@@ -126,8 +126,8 @@ def gathered_chunks(sizes: Sizes, ranks: int, tokens: int, chunks: int, dim: int
 
     return {
         f"{chunks} chunks": {
-            "a product for each rank": each_rank,
             "batched product": batched,
+            "a product for each rank": each_rank,
             "one product and a copy": copied,
             "all chunks in one product": lambda: full @ w.t(),
         }

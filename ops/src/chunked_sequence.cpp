@@ -25,6 +25,17 @@ std::vector<std::int64_t> with_rows(const at::Tensor& x, std::int64_t num_rows) 
 
 }  // namespace
 
+at::Tensor ChunkRows::of(const at::Tensor& full) const {
+  if (num_ranks == 1) {
+    return full.narrow(0, first_row, num_rows);
+  }
+  auto sizes = with_rows(full, num_rows);
+  sizes.insert(sizes.begin(), num_ranks);
+  auto strides = full.strides().vec();
+  strides.insert(strides.begin(), rank_stride * full.stride(0));
+  return full.as_strided(sizes, strides, full.storage_offset() + first_row * full.stride(0));
+}
+
 ChunkedSequence::ChunkedSequence(std::string_view op,
                                  ProcessGroupPtr group,
                                  std::int64_t dim_size,
@@ -35,12 +46,16 @@ ChunkedSequence::ChunkedSequence(std::string_view op,
       max_shard_size_(max_shard_size(dim_size, group_->getSize()).expect_int()),
       rows_per_chunk_(std::min(rows_per_chunk, max_shard_size_)) {}
 
-void ChunkedSequence::add_input(at::Tensor shard) { shards_.push_back(std::move(shard)); }
+void ChunkedSequence::add_input(at::Tensor shard) {
+  merges_ranks_ = !shard.is_cpu();
+  shards_.push_back(std::move(shard));
+}
 
 void ChunkedSequence::set_output(at::IntArrayRef row_sizes, const at::TensorOptions& options) {
   auto sizes = row_sizes.vec();
   sizes.insert(sizes.begin(), max_shard_size_);
   sum_ = at::empty(sizes, options);
+  merges_ranks_ = !sum_.is_cpu();
 }
 
 std::int64_t ChunkedSequence::num_chunks() const {
@@ -54,6 +69,18 @@ std::int64_t ChunkedSequence::max_rows_per_rank(std::int64_t chunk) const {
 std::int64_t ChunkedSequence::rows_on(int rank, std::int64_t chunk) const {
   const auto size = shard_size(dim_size_, {group_->getSize(), rank}).expect_int();
   return std::clamp<std::int64_t>(size - first_row_in_shard(chunk), 0, max_rows_per_rank(chunk));
+}
+
+int ChunkedSequence::num_merged_ranks(int rank, std::int64_t chunk) const {
+  if (!merges_ranks_) {
+    return 1;
+  }
+  const auto num_rows = rows_on(rank, chunk);
+  auto end = rank + 1;
+  while (end < group_->getSize() && rows_on(end, chunk) == num_rows) {
+    ++end;
+  }
+  return end - rank;
 }
 
 ChunkedSequence::GatheredChunk ChunkedSequence::start_gather(std::int64_t chunk) const {
@@ -88,27 +115,31 @@ void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
     }
     const auto rows = max_rows_per_rank(chunk);
     const auto output = sum_.defined() ? output_buffer(chunk) : at::Tensor();
-    for (int rank = 0; rank < num_ranks; ++rank) {
+    for (int rank = 0, num_merged = 0; rank < num_ranks; rank += num_merged) {
+      num_merged = num_merged_ranks(rank, chunk);
       const auto num_rows = rows_on(rank, chunk);
       const auto begin = rank * rows;
       if (output.defined() && num_rows < rows) {
-        output.narrow(0, begin + num_rows, rows - num_rows).zero_();
+        // Ranks that do not fill the chunk: the one whose shard ends in it, or several without
+        // rows.
+        output.narrow(0, begin + num_rows, num_merged * rows - num_rows).zero_();
       }
       if (num_rows == 0) {
         continue;
       }
-      ChunkRows rank_rows{max_shard_size_ * rank + first_row_in_shard(chunk), num_rows, {}, {}};
+      const auto first_row = max_shard_size_ * rank + first_row_in_shard(chunk);
+      ChunkRows merged{num_merged, num_rows, first_row, max_shard_size_, {}, {}};
       for (std::size_t i = 0; i < shards_.size(); ++i) {
         // Read this rank's own rows from its shard and not from the gathered copy, which then takes
         // up no cache.
-        rank_rows.gathered.push_back(rank == group_->getRank()
-                                         ? shards_[i].narrow(0, first_row_in_shard(chunk), num_rows)
-                                         : current.inputs[i].narrow(0, begin, num_rows));
+        merged.gathered.push_back(num_merged == 1 && rank == group_->getRank()
+                                      ? shards_[i].narrow(0, first_row_in_shard(chunk), num_rows)
+                                      : current.inputs[i].narrow(0, begin, num_merged * num_rows));
       }
       if (output.defined()) {
-        rank_rows.output = output.narrow(0, begin, num_rows);
+        merged.output = output.narrow(0, begin, num_merged * num_rows);
       }
-      step(rank_rows);
+      step(merged);
     }
     if (output.defined()) {
       scattering.wait();

@@ -20,12 +20,22 @@
 
 namespace weft::ops {
 
-// The rows that one rank contributes to one chunk.
+// The rows that `num_ranks` consecutive ranks contribute to one chunk, equally many each. On the
+// CPU num_ranks is 1, so that this rank's own rows are read from its shard; elsewhere ranks are
+// merged, because a product for each rank is slower and takes the host longer to launch.
 struct ChunkRows {
-  std::int64_t first_row;            // in the full sequence
-  std::int64_t num_rows;             // at least 1
-  std::vector<at::Tensor> gathered;  // [num_rows, ...], contiguous, in the order of add_input()
-  at::Tensor output;                 // [num_rows, ...], to fill; undefined without set_output()
+  std::int64_t num_ranks;    // at least 1
+  std::int64_t num_rows;     // of each of these ranks, at least 1
+  std::int64_t first_row;    // of the first of these ranks, in the full sequence
+  std::int64_t rank_stride;  // from the rows of one rank to those of the next, in the full sequence
+  // [num_ranks * num_rows, ...], contiguous, in the order of add_input().
+  std::vector<at::Tensor> gathered;
+  // [num_ranks * num_rows, ...], contiguous, to fill; undefined without set_output().
+  at::Tensor output;
+
+  // Returns a view of these rows in `full`, [rows of the full sequence, ...], of any strides:
+  // [num_rows, ...] for one rank, else [num_ranks, num_rows, ...].
+  at::Tensor of(const at::Tensor& full) const;
 };
 
 // The sequence is the first dim of all tensors. dim_size, the rows of the full sequence, and
@@ -45,7 +55,8 @@ class ChunkedSequence {
   // most once.
   void set_output(at::IntArrayRef row_sizes, const at::TensorOptions& options);
 
-  // Calls `step` for each chunk and each rank that has rows in the chunk.
+  // Calls `step` for the rows of all ranks in each chunk. On the CPU that is a call for each rank;
+  // elsewhere, one for the ranks that fill the chunk and one for the rank whose shard ends in it.
   void run(const std::function<void(const ChunkRows&)>& step);
 
   // Returns this rank's shard of the reduced output, [own rows, ...], contiguous. Call it once,
@@ -65,6 +76,8 @@ class ChunkedSequence {
   // The number of rows of `chunk` on `rank`: less than the maximum, or 0, where the shard has
   // ended.
   std::int64_t rows_on(int rank, std::int64_t chunk) const;
+  // The number of ranks from `rank` on that one step takes: those with as many rows as `rank`.
+  int num_merged_ranks(int rank, std::int64_t chunk) const;
   GatheredChunk start_gather(std::int64_t chunk) const;
   at::Tensor output_buffer(std::int64_t chunk) const;
 
@@ -74,6 +87,7 @@ class ChunkedSequence {
   const std::int64_t max_shard_size_;
   const std::int64_t rows_per_chunk_;
   std::vector<at::Tensor> shards_;
+  bool merges_ranks_ = false;  // not on the CPU: see ChunkRows
   at::Tensor sum_;  // this rank's output, [max_shard_size_, ...]; undefined without set_output()
 };
 

@@ -119,8 +119,15 @@ Result run_unchunked(const at::Tensor& x, const Weights& w, const Call& call, bo
   return result;
 }
 
+// Copies the rows of merged ranks, contiguous, into a view of a full tensor.
+void copy_into(const at::Tensor& view, const at::Tensor& rows) {
+  view.copy_(rows.view(view.sizes()));
+}
+
 // Holds at most two chunks of the gathered x and of the products with w2, and h for the rows of one
-// rank in one chunk. Full h1 and h3 exist only if they are saved.
+// step: on the CPU those of one rank in one chunk, on CUDA those of the merged ranks. Full h1 and
+// h3 exist only if they are saved; h1 and h3 of a step's rows exist unless the rows of one rank are
+// written into the full tensors.
 Result run_chunked(const at::Tensor& x,
                    const Weights& w,
                    const Call& call,
@@ -147,17 +154,22 @@ Result run_chunked(const at::Tensor& x,
   chunks.run([&](const ChunkRows& rows) {
     const auto& x_rows = rows.gathered[0];
     at::Tensor h1, h3;
-    if (saves_hidden) {
-      h1 = h1_rows.narrow(0, rows.first_row, rows.num_rows);
-      linear_into(h1, x_rows, w.w1, w.b1);
+    if (saves_hidden && rows.num_ranks == 1) {
+      h1 = rows.of(h1_rows);
+      linear_into(h1, x_rows, w.w1, w.b1, rows.num_ranks);
       if (w.w3.has_value()) {
-        h3 = h3_rows.narrow(0, rows.first_row, rows.num_rows);
-        linear_into(h3, x_rows, *w.w3, w.b3);
+        h3 = rows.of(h3_rows);
+        linear_into(h3, x_rows, *w.w3, w.b3, rows.num_ranks);
       }
     } else {
+      // The activation reads contiguous rows, which those of merged ranks in h1_rows are not.
       std::tie(h1, h3) = column_half(x_rows, w.w1, w.w3, w.b1, w.b3);
+      if (saves_hidden) {
+        copy_into(rows.of(h1_rows), h1);
+        if (h3.defined()) copy_into(rows.of(h3_rows), h3);
+      }
     }
-    product_into(rows.output, activate(h1, h3, call.activation), w.w2.t());
+    product_into(rows.output, activate(h1, h3, call.activation), w.w2.t(), rows.num_ranks);
   });
   result.y = chunks.take_output().movedim(0, dim).contiguous();
   if (w.b2.has_value()) result.y.add_(*w.b2);

@@ -1,6 +1,7 @@
 #include "row_products.h"
 
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
@@ -15,6 +16,18 @@ at::ScalarType sum_dtype(at::ScalarType dtype) {
   return at::isReducedFloatingType(dtype) ? at::kFloat : dtype;
 }
 
+bool is_one_matrix(const at::Tensor& rows) { return rows.dim() == 2 || rows.is_contiguous(); }
+
+// Returns the rows of several ranks as [num_ranks, tokens, features], without a copy; nullopt if
+// the strides require one.
+std::optional<at::Tensor> rank_matrices(const at::Tensor& rows, std::int64_t num_ranks) {
+  if (is_one_matrix(rows)) {
+    return row_matrix(rows).unflatten(0, {num_ranks, -1});
+  }
+  TORCH_INTERNAL_ASSERT(rows.size(0) == num_ranks, "not a view of ChunkRows::of()");
+  return rows.select(0, 0).is_contiguous() ? std::optional(rows.flatten(1, -2)) : std::nullopt;
+}
+
 }  // namespace
 
 std::vector<std::int64_t> row_sizes(const at::Tensor& x, std::int64_t dim, std::int64_t features) {
@@ -26,7 +39,18 @@ std::vector<std::int64_t> row_sizes(const at::Tensor& x, std::int64_t dim, std::
 
 at::Tensor row_matrix(const at::Tensor& rows) { return rows.flatten(0, -2); }
 
-void product_into(const at::Tensor& out, const at::Tensor& rows, const at::Tensor& matrix) {
+void product_into(const at::Tensor& out,
+                  const at::Tensor& rows,
+                  const at::Tensor& matrix,
+                  std::int64_t num_ranks) {
+  if (num_ranks > 1 && !(out.is_contiguous() && is_one_matrix(rows))) {
+    auto to = rank_matrices(out, num_ranks);
+    const auto from = rank_matrices(rows, num_ranks);
+    if (to.has_value() && from.has_value()) {
+      at::bmm_out(*to, *from, matrix.expand({num_ranks, -1, -1}));
+      return;
+    }
+  }
   if (out.is_contiguous()) {
     auto to = row_matrix(out);
     at::mm_out(to, row_matrix(rows), matrix);
@@ -38,9 +62,10 @@ void product_into(const at::Tensor& out, const at::Tensor& rows, const at::Tenso
 void linear_into(const at::Tensor& out,
                  const at::Tensor& rows,
                  const at::Tensor& weight,
-                 const OptionalTensor& bias) {
+                 const OptionalTensor& bias,
+                 std::int64_t num_ranks) {
   if (!bias.has_value()) {
-    product_into(out, rows, weight.t());
+    product_into(out, rows, weight.t(), num_ranks);
   } else if (out.is_contiguous()) {
     auto to = row_matrix(out);
     at::addmm_out(to, *bias, row_matrix(rows), weight.t());

@@ -58,7 +58,7 @@ at::Tensor all_gather_linear(const at::Tensor& x,
     ChunkedSequence chunks(kGatherLinear, group, size, overlap.rows_per_chunk());
     chunks.add_input(x.movedim(dim, 0).contiguous());
     chunks.run([&](const ChunkRows& rows) {
-      linear_into(y_rows.narrow(0, rows.first_row, rows.num_rows), rows.gathered[0], weight, bias);
+      linear_into(rows.of(y_rows), rows.gathered[0], weight, bias, rows.num_ranks);
     });
   } else {
     y = at::linear(all_gather(kGatherLinear, x, dim, size, group), weight, bias);
@@ -87,7 +87,7 @@ at::Tensor linear_reduce_scatter(const at::Tensor& x,
     ChunkedSequence chunks(kLinearScatter, group, size, overlap.rows_per_chunk());
     chunks.set_output(row_sizes(x, dim, weight.size(0)), x.options());
     chunks.run([&](const ChunkRows& rows) {
-      linear_into(rows.output, x_rows.narrow(0, rows.first_row, rows.num_rows), weight);
+      product_into(rows.output, rows.of(x_rows), weight.t(), rows.num_ranks);
     });
     y = chunks.take_output().movedim(0, dim).contiguous();
   } else {
@@ -125,9 +125,14 @@ std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& 
     if (wants_weight) chunks.add_input(x.movedim(dim, 0).contiguous());
     if (wants_x) chunks.set_output(row_sizes(x, dim, weight.size(1)), x.options());
     chunks.run([&](const ChunkRows& rows) {
-      const auto grads = row_matrix(grad_rows.narrow(0, rows.first_row, rows.num_rows));
-      if (wants_x) product_into(rows.output, grads, weight);
-      if (wants_weight) weight_sum.add(grads, row_matrix(rows.gathered[0]));
+      auto grads = rows.of(grad_rows);
+      if (wants_weight) {
+        // One matrix, also of several ranks: the sum of the gradients is then read and written
+        // once.
+        grads = row_matrix(grads);
+        weight_sum.add(grads, row_matrix(rows.gathered[0]));
+      }
+      if (wants_x) product_into(rows.output, grads, weight, rows.num_ranks);
     });
     if (wants_x) grad_x = chunks.take_output().movedim(0, dim).contiguous();
     if (wants_weight) grad_weight = weight_sum.get();
@@ -184,11 +189,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_reduce_scatter_backward(
     chunks.add_input(grad_y.movedim(dim, 0).contiguous());
     chunks.run([&](const ChunkRows& rows) {
       const auto grads = row_matrix(rows.gathered[0]);
-      const auto rows_of = [&](const at::Tensor& all) {
-        return all.narrow(0, rows.first_row, rows.num_rows);
-      };
-      if (wants_x) product_into(rows_of(grad_x_rows), grads, weight);
-      if (wants_weight) weight_sum.add(grads, row_matrix(rows_of(x_rows)));
+      if (wants_x) product_into(rows.of(grad_x_rows), grads, weight, rows.num_ranks);
+      if (wants_weight) weight_sum.add(grads, row_matrix(rows.of(x_rows)));
       if (wants_bias) bias_sum.add(grads);
     });
     if (wants_weight) grad_weight = weight_sum.get();

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -65,6 +66,67 @@ def test_many_chunks(rank: int, world_size: int, dtype: str) -> None:
                 results[mode] = [y, z, *(leaf.grad for leaf in (*column, *scattered))]
         for unchunked, chunked in zip(results["never"], results["always"], strict=True):
             torch.testing.assert_close(chunked, unchunked, rtol=bound, atol=bound * unchunked.abs().max().item())
+
+
+# (sizes before the sequence, sizes after it): a rank's rows of a chunk are contiguous, or not. In the last layout
+# a long shard has four chunks or more; in the others it has two.
+LAYOUTS = {
+    "tokens": ((), (5,)),
+    "sequence first": ((), (2, 5)),
+    "one sequence": ((1,), (5,)),
+    "batch first": ((2,), (5,)),
+    "many chunks": ((), (64, 1024)),
+}
+
+
+def _results(op: Callable[..., Tensor], values: list[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+    """Return the output, and the gradients of the arguments whose indices are `wanted`."""
+    leaves = [value.clone().requires_grad_(i in wanted) for i, value in enumerate(values)]
+    y = op(*leaves)
+    y.backward(torch.arange(y.numel(), dtype=y.dtype).sin().view(y.shape))
+    return [y.detach(), *(leaves[i].grad for i in wanted)]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_lengths_and_layouts(rank: int, world_size: int, layout: str) -> None:
+    """Sequences of any length, also with uneven or empty shards, give the unchunked result."""
+    before, after = LAYOUTS[layout]
+    dim, features, group = len(before), after[-1], _group()
+
+    def column(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return weft.ops.all_gather_linear(x, weight, bias, gather_dim=dim, group_name=group, dim_size=num_rows)
+
+    def row(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return weft.ops.linear_reduce_scatter(x, weight, bias, scatter_dim=dim, group_name=group)
+
+    def mlp(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor | None = None, *biases: Tensor) -> Tensor:
+        options = {"group_name": group, "sequence_dim": dim, "sequence_size": num_rows}
+        return weft.ops.column_row_mlp(x, w1, w2, w3, *biases, activation="silu", **options)
+
+    up, gate, down = (torch.randn(size, dtype=torch.float64) for size in ((3, features), (3, features), (features, 3)))
+    b1, b2, b3 = (torch.randn(size, dtype=torch.float64) for size in (3, features, 3))
+    for num_rows in (1, world_size, world_size + 1, 4 * world_size, 5 * world_size - 1, 7 * world_size - 2):
+        full = torch.randn(*before, num_rows, *after, dtype=torch.float64)
+        shards = full.chunk(world_size, dim)
+        x = shards[rank] if rank < len(shards) else full.narrow(dim, 0, 0)
+        calls = {
+            "column": (column, [x, up], [(0, 1), (0,), (1,)]),
+            "column with bias": (column, [x, up, b1], [(0, 1, 2)]),
+            "row": (row, [full[..., :3], down], [(0, 1), (0,), (1,)]),
+            "row with bias": (row, [full[..., :3].contiguous(), down, b2], [(0, 1, 2)]),
+            "mlp": (mlp, [x, up, down], [(), (0, 1, 2)]),
+            "gated mlp": (mlp, [x, up, down, gate, b1, b2, b3], [(), range(7)]),
+        }
+        for name, (op, values, choices) in calls.items():
+            for wanted in choices:
+                results = {}
+                for mode in ("never", "always"):
+                    with overlapping(mode), torch.set_grad_enabled(len(wanted) > 0):
+                        results[mode] = _results(op, values, wanted) if wanted else [op(*values)]
+                for i, (chunked, unchunked) in enumerate(zip(results["always"], results["never"], strict=True)):
+                    where = f"{name}, {num_rows} rows, gradients of {wanted}: result {i}"
+                    torch.testing.assert_close(chunked, unchunked, rtol=1e-12, atol=1e-11, msg=where)
 
 
 @on_ranks(2)

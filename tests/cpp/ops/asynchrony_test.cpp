@@ -2,6 +2,7 @@
 // tensors stand in for those of a GPU, because collectives of CPU tensors are never asynchronous.
 #include "chunked_sequence.h"
 #include "group.h"
+#include "recording_group.h"
 #include "reduced_products.h"
 
 #include <gtest/gtest.h>
@@ -11,53 +12,17 @@
 namespace weft::testing {
 namespace {
 
-class DoneWork final : public c10d::Work {
- public:
-  bool isCompleted() override { return true; }
-  bool wait(std::chrono::milliseconds /*timeout*/) override { return true; }
-};
-
-// Rank 0 of two. Records whether each collective was asynchronous, and moves nothing.
-class RecordingGroup final : public c10d::ProcessGroup {
- public:
-  RecordingGroup() : ProcessGroup(0, 2) {}
-
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& /*tensors*/,
-                                           const c10d::AllreduceOptions& opts) override {
-    return record(opts.asyncOp);
-  }
-  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& /*output*/,
-                                                 at::Tensor& /*input*/,
-                                                 const c10d::AllgatherOptions& opts) override {
-    return record(opts.asyncOp);
-  }
-  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
-      at::Tensor& /*output*/,
-      at::Tensor& /*input*/,
-      const c10d::ReduceScatterOptions& opts) override {
-    return record(opts.asyncOp);
-  }
-
-  std::vector<bool> is_asynchronous;
-
- private:
-  c10::intrusive_ptr<c10d::Work> record(bool async_op) {
-    is_asynchronous.push_back(async_op);
-    return c10::make_intrusive<DoneWork>();
-  }
-};
-
 at::Tensor on_meta(at::IntArrayRef sizes) { return at::empty(sizes, at::device(at::kMeta)); }
 
 TEST(Asynchrony, AReducedProductIsWaitedForAtOnce) {
-  const auto group = c10::make_intrusive<RecordingGroup>();
+  const auto group = c10::make_intrusive<RecordingGroup>(0, 2);
   const auto y = ops::reduced_linear("test", on_meta({3, 4}), on_meta({5, 4}), group);
   EXPECT_EQ(y.sizes(), at::IntArrayRef({3, 5}));
   EXPECT_EQ(group->is_asynchronous, std::vector<bool>{false});
 }
 
 TEST(Asynchrony, AnInputGradientIsAsynchronousIfOtherGradientsFollow) {
-  const auto group = c10::make_intrusive<RecordingGroup>();
+  const auto group = c10::make_intrusive<RecordingGroup>(0, 2);
   for (const bool others_follow : {true, false}) {
     ops::start_reduced_input_product("test", group, others_follow, on_meta({3, 5}), on_meta({5, 4}))
         .second.wait();
@@ -67,11 +32,11 @@ TEST(Asynchrony, AnInputGradientIsAsynchronousIfOtherGradientsFollow) {
 
 // Runs 6 rows of each rank in chunks of `rows_per_chunk`.
 std::vector<bool> asynchrony_of_chunks(std::int64_t rows_per_chunk) {
-  const auto group = c10::make_intrusive<RecordingGroup>();
+  const auto group = c10::make_intrusive<RecordingGroup>(0, 2);
   ops::ChunkedSequence chunks("test", group, 12, rows_per_chunk);
   chunks.add_input(on_meta({6, 4}));
   chunks.set_output({5}, at::device(at::kMeta));
-  chunks.run([](const ops::ChunkRows& rows) { EXPECT_EQ(rows.output.size(0), rows.num_rows); });
+  chunks.run([](const ops::ChunkRows& rows) { EXPECT_EQ(rows.output.size(0), 2 * rows.num_rows); });
   EXPECT_EQ(chunks.take_output().sizes(), at::IntArrayRef({6, 5}));
   return group->is_asynchronous;
 }

@@ -65,7 +65,8 @@ WEFT_EXPORTED void count(const std::string& name);
 }  // namespace weft::cuda_runtime
 
 // How often something happened: "synchronizations" (the host waited for a stream, an event or the
-// device), "allocations", "launches", or "launch NAME" for one kernel.
+// device), "allocations", "launches", "launch NAME" for one kernel, or "operator aten::NAME" for a
+// version for the host.
 WEFT_CUDA_API int64_t weftCudaRuntimeCount(const char* name);
 
 // Sets the delay of work that no stream has begun, and returns the one before.

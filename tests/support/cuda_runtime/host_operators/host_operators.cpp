@@ -105,6 +105,7 @@ class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack& stack)
       : op_(op), num_args_(op.schema().arguments().size()) {
+    count("operator " + op.operator_name().name);
     args_.assign(stack.end() - static_cast<std::ptrdiff_t>(num_args_), stack.end());
     torch::jit::drop(stack, num_args_);
     for (const c10::IValue& arg : args_) {
