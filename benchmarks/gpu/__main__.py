@@ -48,7 +48,8 @@ def main() -> int:
     machine = examine({**environment, **measured}, arguments.device)
     for sentence in machine.missing.values():
         print(f"Missing: {sentence}", flush=True)
-    chosen = [part for part in parts(_options(arguments, machine, work)) if part.name in arguments.parts]
+    options = _options(arguments, machine, work)
+    chosen = [part for part in parts(options) if part.name in arguments.parts]
     if arguments.installed:
         chosen = [part for part in chosen if part.name != "build"]
     files = _prepare(work, chosen)
@@ -70,7 +71,7 @@ def main() -> int:
         scale=arguments.seconds / TOTAL_SECONDS,
         environment=environment,
         measured_environment=measured,
-        has_package=lambda: arguments.installed or build.has_package(work),
+        has_package=lambda: arguments.installed or build.has_package(options.build),
     )
     passed = run.run()
     print(f"Results: {results.folder}", flush=True)
@@ -78,7 +79,7 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    names = [part.name for part in parts(Options("cuda", False, Path(), 1, 1, False, None))]
+    names = [part.name for part in parts(Options("cuda", False, Path(), Path(), 1, 1, False, None))]
     parser = argparse.ArgumentParser(prog="benchmarks/gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: try the code without a GPU")
     parser.add_argument("--short", action="store_true", help="tiny sizes and a few tests: a rehearsal")
@@ -113,6 +114,7 @@ def _options(arguments: argparse.Namespace, machine: Machine, work: Path) -> Opt
     return Options(
         device=arguments.device,
         short=arguments.short,
+        build=work,
         work=work / "parts",
         jobs=cpus,
         test_jobs=_TEST_JOBS if parallel_tests else 1,

@@ -25,7 +25,8 @@ class Options:
     Attributes:
         device: "cuda", or "cpu" to try the code without a GPU.
         short: tiny sizes and a few tests, for a rehearsal.
-        work: folder for build outputs, and for files before they are copied to the results.
+        build: folder of the build.
+        work: folder for files before they are copied to the results.
         jobs: parallel compilers.
         test_jobs: parallel pytest workers; 1: without pytest-xdist.
         has_test_timeout: whether pytest-timeout is installed.
@@ -34,6 +35,7 @@ class Options:
 
     device: str
     short: bool
+    build: Path
     work: Path
     jobs: int
     test_jobs: int
@@ -113,7 +115,7 @@ def _build(options: Options) -> Part:
     return Part(
         "build",
         "Build",
-        _module("build", "--work", str(options.work), "--jobs", str(options.jobs), *architecture)
+        _module("build", "--work", str(options.build), "--jobs", str(options.jobs), *architecture)
         + _output(options, "build"),
         share_seconds=130,
         most_seconds=200,

@@ -160,6 +160,11 @@ def test_package_folder_is_importable(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.split()[:2] == [str(site / "weft" / "__init__.py"), str(site / "weft/strategy/__init__.py")]
+    # The parts of a run find the package there.
+    command = [sys.executable, str(BENCHMARKS / "gpu"), "--work", str(tmp_path), "--out", str(tmp_path / "out")]
+    command += ["--device", "cpu", "--short", "--parts", "smoke"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=200)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_make_uses_the_python_of_the_caller(tmp_path: Path) -> None:

@@ -126,9 +126,11 @@ def test_part_without_time_is_not_started(tmp_path: Path) -> None:
 
 
 def test_shares_fit_the_default_total() -> None:
-    chosen = parts.parts(parts.Options("cuda", False, Path("work"), 16, 4, True, "9.0"))
+    chosen = parts.parts(parts.Options("cuda", False, Path("build"), Path("work"), 16, 4, True, "9.0"))
     names = ["build", "smoke", "tests", "kernels", "candidates", "memory", "step", "nccl", "memcheck", "racecheck"]
     assert [part.name for part in chosen] == names
+    command = chosen[0].command
+    assert command[command.index("--work") + 1] == "build"
     assert sum(part.share_seconds for part in chosen) <= parts.TOTAL_SECONDS < 600
     assert all(part.share_seconds <= part.most_seconds for part in chosen)
 
