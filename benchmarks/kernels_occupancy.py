@@ -38,7 +38,6 @@ THREADS = {
     "dropout": 256,
     "norm_backward": 512,
     "norm_forward": 512,
-    "norm_forward k2": 1024,
     "sum_blocks": 1024,
 }
 
@@ -63,9 +62,6 @@ def occupancy(kernel: Kernel) -> Occupancy | None:
 
 def threads_of(kernel: Kernel) -> int:
     """Return the number of threads of the kernel's largest block."""
-    kept = kernel.kept_packs
-    if kept and f"{kernel.family} k{kept}" in THREADS:
-        return THREADS[f"{kernel.family} k{kept}"]
     if kernel.family not in THREADS:
         raise ValueError(
             f"got the kernel '{kernel.family}', whose block size is not known: add it to THREADS in "

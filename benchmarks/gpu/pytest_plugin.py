@@ -80,12 +80,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if not _is_worker() and session.items:
-        _record({"selected": len(session.items)})
+        _select(len(session.items))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(ids: list[str]) -> None:
-    _record({"selected": len(ids)})
+    _select(len(ids))
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
@@ -97,6 +97,13 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 # A test's record, until its last phase has ended.
 _records: dict[str, dict[str, Any]] = {}
+_ended: set[str] = set()  # ids
+_selected: list[int] = []  # the number of tests, once it is known
+
+
+def _select(count: int) -> None:
+    _selected.append(count)
+    _record({"selected": count})
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -111,8 +118,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         record["text"] = report.longreprtext[-MAX_TEXT:] if report.failed else str(report.longrepr)[-MAX_TEXT:]
     if report.when not in ("setup", "call"):  # the last phase, or pytest-xdist's report of a worker that died
         _record(_records.pop(report.nodeid))
+        _ended.add(report.nodeid)
         limit = float(os.environ.get("WEFT_GPU_PART_SECONDS", "inf"))
-        if time.monotonic() - _START > limit - _STOP_SECONDS:
+        if len(_ended) < max(_selected, default=0) and time.monotonic() - _START > limit - _STOP_SECONDS:
             _record({"stopped": round(time.monotonic() - _START, 1)})
             pytest.exit(f"stopped before the limit of {limit:.0f} s", returncode=_STOPPED_STATUS)
 

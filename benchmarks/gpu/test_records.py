@@ -33,7 +33,6 @@ def collect(work: Path, name: str = "tests") -> dict[str, Any] | None:
     # Each worker reports a file that it cannot import.
     tests = list({record["id"]: record for record in records if "id" in record}.values())
     selected = max((record["selected"] for record in records if "selected" in record), default=0)
-    stopped = any("stopped" in record for record in records)
     failed = [test for test in tests if test["outcome"] == "failed"]
     outcomes = Counter(test["outcome"] for test in tests)
     num_selected = sum("::" in test["id"] for test in tests)  # without files that could not be imported
@@ -45,7 +44,7 @@ def collect(work: Path, name: str = "tests") -> dict[str, Any] | None:
         "failures": [{"id": test["id"], "text": test["text"][-1200:]} for test in failed[:MAX_FAILURES]],
         "seconds_by_function": _seconds_by_function(tests),
     }
-    if stopped or result["not_run"]:
+    if result["not_run"]:
         result["timed_out"] = True
     elif not outcomes["passed"]:
         result["problem"] = f"No test passed: {selected} were selected, {outcomes['skipped']} skipped."

@@ -37,7 +37,8 @@ struct BackwardRow {
 // A block sums its rows' parameter gradients and stores them to its segment of `partial_sums` at
 // the end.
 template <typename Storage, typename Params, int kWidth, int kPacks>
-__global__ void __launch_bounds__(kMaxThreads, kPacks > 1 ? 1 : kBackwardBlocks)
+__global__ void __launch_bounds__(kMaxThreads,
+                                  kPacks > 0 ? 1 : kReadingBackwardThreads / kMaxThreads)
     norm_backward_kernel(const detail::NormBackwardJob job,
                          int num_params,
                          bool sums_are_shared,

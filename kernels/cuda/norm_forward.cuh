@@ -14,8 +14,8 @@ namespace weft::kernels::cuda {
 // read up to three times, after the first time from the caches: each thread reads the same packs
 // again.
 template <typename Storage, typename Params, int kWidth, int kPacks>
-__global__ void __launch_bounds__(kPacks > 0 ? kMaxKeepingThreads : kMaxThreads,
-                                  kPacks > 0 ? 1 : kForwardBlocks)
+__global__ void __launch_bounds__(kMaxThreads,
+                                  kPacks > 0 ? 1 : kReadingForwardThreads / kMaxThreads)
     norm_forward_kernel(const detail::NormForwardJob job) {
   using Scalar = ScalarOf<Storage>;
   __shared__ Scalar shared[kWarpSize];

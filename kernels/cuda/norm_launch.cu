@@ -118,13 +118,13 @@ void launch_norm_backward(const NormBackwardJob& job,
                           void* sums,
                           c10::Device device) {
   const c10::cuda::CUDAGuard guard(device);
-  visit_shapes<1, kBackwardPacks>(job,
-                                  Backward{job,
-                                           num_params,
-                                           partial_sums,
-                                           sums,
-                                           device,
-                                           c10::cuda::getCurrentCUDAStream(device.index())});
+  visit_shapes<kBackwardPacks>(job,
+                               Backward{job,
+                                        num_params,
+                                        partial_sums,
+                                        sums,
+                                        device,
+                                        c10::cuda::getCurrentCUDAStream(device.index())});
 }
 
 }  // namespace weft::kernels::cuda

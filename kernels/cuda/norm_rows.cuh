@@ -16,16 +16,16 @@
 namespace weft::kernels::cuda {
 
 inline constexpr int kMaxThreads = 512;
-// The forward that keeps its row in registers has blocks of this size, one on a multiprocessor.
-inline constexpr int kMaxKeepingThreads = 1024;
-// The blocks of kMaxThreads of the other kernels that are resident on a multiprocessor. The
-// forward's registers allow three; the registers of a backward that keeps one pack, and the shared
-// memory of a backward that keeps none, allow two.
-inline constexpr int kForwardBlocks = 3;
-inline constexpr int kBackwardBlocks = 2;
-// The packs of a row that a thread keeps in registers, if the row has few enough.
-inline constexpr int kForwardPacks = 2;
+// The packs of a row that a thread keeps in registers, if the row has few enough. More packs need
+// fewer threads for a row, so that more rows are in flight and barriers wait for fewer warps.
+inline constexpr int kForwardPacks = 4;
 inline constexpr int kBackwardPacks = 2;
+// The threads that are resident on a multiprocessor; registers limit them. For a backward that
+// keeps no packs, two blocks of kMaxThreads also share the multiprocessor's memory.
+inline constexpr int kKeepingForwardThreads = 768;
+inline constexpr int kReadingForwardThreads = 3 * kMaxThreads;
+inline constexpr int kKeepingBackwardThreads = kMaxThreads;
+inline constexpr int kReadingBackwardThreads = 2 * kMaxThreads;
 
 template <typename Params, typename Scalar, int kWidth>
 __device__ __forceinline__ void load_params(const void* params,
@@ -95,53 +95,52 @@ inline RowShape reading_shape(int64_t num_packs) {
   return {0, num_threads};
 }
 
-inline RowShape row_shape(const detail::NormForwardJob& job) {
+template <typename Job>
+RowShape row_shape(const Job& job, int kept_packs) {
   const int64_t num_packs = packs_of_row(job);
-  return is_packable(job) && num_packs <= kForwardPacks * kMaxKeepingThreads
-             ? keeping_shape(num_packs, kForwardPacks)
+  return is_packable(job) && num_packs <= int64_t{kept_packs} * kMaxThreads
+             ? keeping_shape(num_packs, kept_packs)
              : reading_shape(num_packs);
 }
 
-inline RowShape row_shape(const detail::NormBackwardJob& job) {
-  const int64_t num_packs = packs_of_row(job);
-  if (!is_packable(job) || num_packs > kBackwardPacks * kMaxThreads)
-    return reading_shape(num_packs);
-  return keeping_shape(num_packs, num_packs <= kMaxThreads ? 1 : kBackwardPacks);
+inline RowShape row_shape(const detail::NormForwardJob& job) {
+  return row_shape(job, kForwardPacks);
 }
 
-// Returns the number of blocks of the forward: as many as the registers let be resident, at most 32
-// per multiprocessor.
+inline RowShape row_shape(const detail::NormBackwardJob& job) {
+  return row_shape(job, kBackwardPacks);
+}
+
+// Returns the number of blocks of the forward: as many as can be resident, at most 32 per
+// multiprocessor.
 inline int64_t num_forward_blocks(const detail::NormForwardJob& job, c10::Device device) {
   const auto shape = row_shape(job);
-  const int resident = shape.kept_packs > 0 ? kMaxKeepingThreads : kForwardBlocks * kMaxThreads;
+  const int resident = shape.kept_packs > 0 ? kKeepingForwardThreads : kReadingForwardThreads;
   const int64_t per_multiprocessor = std::min(32, resident / shape.num_threads);
   return std::min<int64_t>(job.num_rows, num_multiprocessors(device) * per_multiprocessor);
 }
 
-// Returns the number of blocks of the backward: as many as the registers let be resident, and so
-// few that two blocks of kMaxThreads share a multiprocessor's memory; at most 8 per multiprocessor,
-// because all blocks' sums are added at the end.
+// Returns the number of blocks of the backward: as many as can be resident, at most 8 per
+// multiprocessor, because all blocks' sums are added at the end.
 inline int64_t num_backward_blocks(const detail::NormBackwardJob& job, c10::Device device) {
   const auto shape = row_shape(job);
-  const int resident = (shape.kept_packs > 1 ? 1 : kBackwardBlocks) * kMaxThreads;
+  const int resident = shape.kept_packs > 0 ? kKeepingBackwardThreads : kReadingBackwardThreads;
   const int64_t per_multiprocessor = std::min(8, resident / shape.num_threads);
   return std::min<int64_t>(job.num_rows, num_multiprocessors(device) * per_multiprocessor);
 }
 
 // Calls visit.run<Storage, Params, kWidth, kPacks>() with the job's types, pack width and kept
-// packs; kKept are the numbers that row_shape() may return beside 0.
-template <int... kKept, typename Job, typename Visit>
+// packs, kKept or 0.
+template <int kKept, typename Job, typename Visit>
 void visit_shapes(const Job& job, const Visit& visit) {
   const bool packable = is_packable(job);
-  const int kept_packs = row_shape(job).kept_packs;
+  const bool is_kept = row_shape(job).kept_packs > 0;
   visit_storage(job.type, [&]<typename Storage>() {
     constexpr int kWidth = kVectorBytes / sizeof(Storage);
     const auto run = [&]<typename Params>() {
-      if (!packable) return visit.template run<Storage, Params, 1, 0>();
-      const bool is_kept =
-          ((kept_packs == kKept && (visit.template run<Storage, Params, kWidth, kKept>(), true)) ||
-           ...);
-      if (!is_kept) visit.template run<Storage, Params, kWidth, 0>();
+      if (is_kept) return visit.template run<Storage, Params, kWidth, kKept>();
+      packable ? visit.template run<Storage, Params, kWidth, 0>()
+               : visit.template run<Storage, Params, 1, 0>();
     };
     if (job.params_in_compute_type || std::is_same_v<Storage, ScalarOf<Storage>>) {
       run.template operator()<ScalarOf<Storage>>();

@@ -84,6 +84,12 @@ def test_session_stops_before_the_limit(tmp_path: Path) -> None:
     assert ElementTree.parse(tmp_path / "tests.xml").getroot().find("properties/property").attrib["value"] == "5"
 
 
+def test_last_test_may_end_near_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    assert run_pytest(tmp_path, "-k", "plain", WEFT_GPU_PART_SECONDS="8") == 0
+    assert "timed_out" not in test_records.collect(tmp_path)
+
+
 def test_killed_session_leaves_records(tmp_path: Path) -> None:
     text = TESTS + "\ndef test_inductor_kills():\n    import os\n    os._exit(7)\n"
     (tmp_path / "test_some.py").write_text(text)

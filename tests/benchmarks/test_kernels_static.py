@@ -181,7 +181,6 @@ def test_occupancy(arch: str, registers: int, threads: int, shared_bytes: int, b
     [
         ("elementwise.cuh", "kElementwiseThreads", {"activation", "dropout"}),
         ("norm_rows.cuh", "kMaxThreads", {"norm_forward", "norm_backward"}),
-        ("norm_rows.cuh", "kMaxKeepingThreads", {"norm_forward k2"}),
         ("cross_entropy_launch.cu", "kMaxStatisticsThreads", {"cross_entropy_statistics"}),
         ("cross_entropy_launch.cu", "kGradientThreads", {"cross_entropy_gradient"}),
     ],

@@ -21,7 +21,8 @@ NEXT = "if (row + gridDim.x < job.num_rows) next.load(job, row + gridDim.x, num_
 SHARED_IF = "kPacks == 0 && num_params > 0 && sums_bytes <= max_shared_bytes"
 BARRIER = "__syncthreads();\n"
 WHOLE_WARPS = "(num_threads + kWarpSize - 1) / kWarpSize * kWarpSize"
-UNPACKABLE = "      if (!packable) return visit.template run<Storage, Params, 1, 0>();\n"
+KEPT_BOUND = "int64_t{kept_packs} * kMaxThreads"
+READ_AGAIN = "the kernel that reads a row again has the same results; only the speed differs"
 FRESH = "the kernel's entry allocates this tensor, and allocations are aligned"
 BLOCKS = "std::min<int64_t>(job.num_rows, num_multiprocessors(device) * per_multiprocessor)"
 
@@ -392,39 +393,35 @@ ROW_SHAPES = [
         equivalent="threads without columns add zeros; only the speed differs",
     ),
     # Which rows are kept.
-    Mutation("forward_keeps_unpackable", ROWS, "return is_packable(job) && num_packs <=", "return num_packs <="),
-    Mutation(
-        "forward_keeps_one_more", ROWS, "kForwardPacks * kMaxKeepingThreads", "kForwardPacks * kMaxKeepingThreads + 1"
-    ),
-    Mutation("forward_keeps_all", ROWS, "num_packs <= kForwardPacks * kMaxKeepingThreads", "true"),
-    Mutation("forward_keeps_one_pack", ROWS, "(num_packs, kForwardPacks)", "(num_packs, 1)"),
-    Mutation("forward_keeps_three_packs", ROWS, "(num_packs, kForwardPacks)", "(num_packs, 3)"),
-    Mutation("backward_keeps_one_more", ROWS, "> kBackwardPacks * kMaxThreads", "> kBackwardPacks * kMaxThreads + 1"),
-    Mutation(
-        "backward_keeps_longer_rows", ROWS, "> kBackwardPacks * kMaxThreads", "> kBackwardPacks * kMaxKeepingThreads"
-    ),
-    Mutation("backward_keeps_one_pack", ROWS, "num_packs <= kMaxThreads ? 1 : kBackwardPacks", "1"),
-    Mutation("backward_one_pack_of_one_more", ROWS, "num_packs <= kMaxThreads ? 1", "num_packs <= kMaxThreads + 1 ? 1"),
-    Mutation("backward_packs_swapped", ROWS, "? 1 : kBackwardPacks", "? kBackwardPacks : 1"),
+    Mutation("keeps_unpackable", ROWS, "return is_packable(job) && num_packs <=", "return num_packs <="),
+    Mutation("keeps_one_more", ROWS, KEPT_BOUND, KEPT_BOUND + " + 1"),
+    Mutation("keeps_all", ROWS, "num_packs <= " + KEPT_BOUND, "true"),
+    Mutation("keeps_one_pack", ROWS, "keeping_shape(num_packs, kept_packs)\n", "keeping_shape(num_packs, 1)\n"),
+    Mutation("keeps_one_pack_more", ROWS, "(num_packs, kept_packs)\n", "(num_packs, kept_packs + 1)\n"),
+    Mutation("forward_shape_of_backward", ROWS, "row_shape(job, kForwardPacks)", "row_shape(job, kForwardPacks + 1)"),
+    Mutation("backward_shape_of_forward", ROWS, "row_shape(job, kBackwardPacks)", "row_shape(job, kForwardPacks)"),
     # Which kernel runs.
-    Mutation("norm_always_packed", ROWS, UNPACKABLE, ""),
-    Mutation("norm_packed_if_not_packable", ROWS, "if (!packable) return", "if (packable) return"),
+    Mutation("norm_always_packed", ROWS, "packable ? visit", "true ? visit"),
+    Mutation("norm_never_packed", ROWS, "packable ? visit", "!packable ? visit"),
     Mutation(
         "norm_unpacked_rows_kept", ROWS, "run<Storage, Params, 1, 0>", "run<Storage, Params, kWidth, kForwardPacks>"
     ),
-    Mutation("norm_fewer_kept", ROWS, "kept_packs == kKept", "kept_packs >= kKept"),
-    Mutation("norm_more_kept", ROWS, "kept_packs == kKept", "kept_packs <= kKept"),
-    Mutation(
-        "norm_long_rows_kept", ROWS, "run<Storage, Params, kWidth, 0>", "run<Storage, Params, kWidth, kForwardPacks>"
-    ),
-    Mutation("norm_forward_never_keeps", LAUNCH, "visit_shapes<kForwardPacks>", "visit_shapes<1>"),
-    Mutation("norm_backward_never_keeps_two", LAUNCH, "visit_shapes<1, kBackwardPacks>", "visit_shapes<1>"),
+    Mutation("norm_all_kept", ROWS, "if (is_kept) return", "if (packable) return"),
+    Mutation("norm_kept_read", ROWS, "if (is_kept) return", "if (false) return", equivalent=READ_AGAIN),
+    Mutation("norm_forward_kernel_of_two_packs", LAUNCH, "visit_shapes<kForwardPacks>", "visit_shapes<2>"),
+    Mutation("norm_backward_kernel_of_one_pack", LAUNCH, "visit_shapes<kBackwardPacks>", "visit_shapes<1>"),
     # The number of blocks.
     Mutation(
-        "norm_forward_no_block", ROWS, "shape.kept_packs > 0 ? kMaxKeepingThreads", "shape.kept_packs > 0 ? kMaxThreads"
+        "norm_forward_no_block",
+        ROWS,
+        "int kKeepingForwardThreads = 768",
+        "int kKeepingForwardThreads = kMaxThreads / 2",
     ),
     Mutation(
-        "norm_backward_no_block", ROWS, "(shape.kept_packs > 1 ? 1 : kBackwardBlocks) * kMaxThreads", "kMaxThreads / 2"
+        "norm_backward_no_block",
+        ROWS,
+        "int kKeepingBackwardThreads = kMaxThreads",
+        "int kKeepingBackwardThreads = kMaxThreads / 2",
     ),
     Mutation(
         "norm_unlimited_forward_blocks",
