@@ -154,7 +154,8 @@ def profiled(step: Callable[[], None], device: torch.device, trace: Path | None)
     rows = [
         (event.key, (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e3, event.count)
         for event in profiler.key_averages()
-        if not on_device or event.device_type == torch.autograd.DeviceType.CUDA
+        if not event.is_user_annotation  # such as the optimizer's step, whose kernels have rows of their own
+        and (not on_device or event.device_type == torch.autograd.DeviceType.CUDA)
     ]
     rows.sort(key=lambda row: -row[1])
     longest = [{"name": key[:120], "ms": round(ms, 4), "calls": count} for key, ms, count in rows[:NUM_KERNELS]]
