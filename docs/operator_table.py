@@ -262,7 +262,7 @@ OPERATORS = (
                 keeps=("x", "weight", "target"),
                 saved=Size("2*T"),
                 forward_peak=Size("min(T*v, 2**23)", "16*T"),
-                backward_peak=Size("min(T*v, 2**23) + x + weight", "4*T"),
+                backward_peak=Size("min(T*v, 2**23) + x + weight"),
                 **_CLASSES,
             ),
         ),

@@ -191,7 +191,7 @@ def _step(result: dict[str, Any]) -> str:
     ]
     text = (
         f"{result['blocks']} blocks of {result['model']}, {result['tokens']} tokens, {result['dtype']}: "
-        "forward, backward and AdamW (`python benchmarks/block_step.py`).\n\n"
+        "forward, backward and AdamW (`python benchmarks/block_step.py`). The ratio is the median of pairs.\n\n"
     )
     text += table(["variant", "ms", "eager / this", "tokens/s", "peak GB of a step", "kernels"], cells)
     for name, row in result["variants"].items():

@@ -66,7 +66,9 @@ class KeptPacks {
   }
 
  private:
-  // Whole words: the compiler would copy elements of half types one by one.
+  static_assert(kPacks == 0 || sizeof(Storage) * kWidth == kVectorBytes);
+
+  // 32-bit words: the compiler copies an array of elements of a half type one element at a time.
   struct alignas(kVectorBytes) Words {
     uint32_t values[kVectorBytes / sizeof(uint32_t)];
   };

@@ -32,10 +32,10 @@ struct BackwardRow {
   Scalar mean;
 };
 
-// Each block processes one row at a time. With kPacks > 0 the row stays in registers, and the
-// loads of the block's next row are in flight meanwhile; else each thread reads its packs twice.
-// A block sums its rows' parameter gradients and stores them to its segment of `partial_sums` at
-// the end.
+// Each block processes one row at a time. With kPacks > 0 the row stays in registers, and the block
+// loads grad_y and v of its next row while it processes the current one. With kPacks = 0 each
+// thread reads its packs of grad_y and v twice. A block sums its rows' parameter gradients and
+// stores them to its segment of `partial_sums` at the end.
 template <typename Storage, typename Params, int kWidth, int kPacks>
 __global__ void __launch_bounds__(kMaxThreads,
                                   kPacks > 0 ? 1 : kReadingBackwardThreads / kMaxThreads)

@@ -55,7 +55,8 @@ template <typename Scalar, int kWidth>
 __device__ __forceinline__ void add_strided(Scalar* sums,
                                             int64_t stride,
                                             const Scalar (&values)[kWidth]) {
-  // All loads come first: the compiler does not know that no store changes what a load reads.
+  // All loads come first: the compiler cannot move them before the stores, because it must assume
+  // that the addresses overlap.
   Scalar old[kWidth];
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) old[j] = sums[j * stride];

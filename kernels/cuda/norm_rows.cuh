@@ -20,8 +20,8 @@ inline constexpr int kMaxThreads = 512;
 // fewer threads for a row, so that more rows are in flight and barriers wait for fewer warps.
 inline constexpr int kForwardPacks = 4;
 inline constexpr int kBackwardPacks = 2;
-// The threads that are resident on a multiprocessor; registers limit them. For a backward that
-// keeps no packs, two blocks of kMaxThreads also share the multiprocessor's memory.
+// The threads that can be resident on a multiprocessor, by the registers of the compiled kernels.
+// The shared memory of a backward that keeps no packs also limits it to two blocks of kMaxThreads.
 inline constexpr int kKeepingForwardThreads = 768;
 inline constexpr int kReadingForwardThreads = 3 * kMaxThreads;
 inline constexpr int kKeepingBackwardThreads = kMaxThreads;

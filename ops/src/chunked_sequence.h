@@ -73,8 +73,8 @@ class ChunkedSequence {
   // The index of the chunk's first row in each rank's shard.
   std::int64_t first_row_in_shard(std::int64_t chunk) const { return chunk * rows_per_chunk_; }
   std::int64_t max_rows_per_rank(std::int64_t chunk) const;
-  // The number of rows of `chunk` on `rank`: less than the maximum, or 0, where the shard has
-  // ended.
+  // The number of rows of `chunk` on `rank`: less than max_rows_per_rank() if the shard ends in the
+  // chunk, 0 if it ends before.
   std::int64_t rows_on(int rank, std::int64_t chunk) const;
   // The number of ranks from `rank` on that one step takes: those with as many rows as `rank`.
   int num_merged_ranks(int rank, std::int64_t chunk) const;

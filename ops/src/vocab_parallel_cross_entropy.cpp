@@ -13,7 +13,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -192,13 +191,10 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
                                                                  bool wants_weight) {
   const LocalLossOptions options{vocab_start, num_classes, ignore_index, label_smoothing};
   const auto tokens = as_matrix(x);
-  const auto dtype = loss_dtype(x);
   const auto grads = grad.reshape({-1});
   const auto targets = target.reshape({-1});
   auto grad_x = wants_x ? at::empty(tokens.sizes(), x.options()) : at::empty({0}, x.options());
-  // Summed over the chunks in the dtype of the losses.
-  auto grad_weight = wants_weight ? at::zeros(weight.sizes(), weight.options().dtype(dtype))
-                                  : at::empty({0}, x.options());
+  WeightGradSum weight_sum(weight);
   const auto chunk = tokens_per_product_chunk(x.device(), weight.sizes(), x.scalar_type());
   for_each_chunk(tokens.size(0), chunk, [&](std::int64_t first, std::int64_t size) {
     const auto x_chunk = tokens.narrow(0, first, size);
@@ -215,10 +211,11 @@ std::tuple<at::Tensor, at::Tensor> linear_cross_entropy_backward(const at::Tenso
       at::mm_out(grad_x_chunk, grad_logits, weight);
     }
     if (wants_weight) {
-      add_product(grad_weight, grad_logits.t(), x_chunk);
+      weight_sum.add(grad_logits, x_chunk);
     }
   });
-  return {wants_x ? grad_x.view(x.sizes()) : grad_x, grad_weight.to(weight.scalar_type())};
+  return {wants_x ? grad_x.view(x.sizes()) : grad_x,
+          wants_weight ? weight_sum.get() : at::empty({0}, weight.options())};
 }
 
 void register_local_loss_kernels(torch::Library& m) {
