@@ -67,6 +67,11 @@ std::vector<Case> all_cases() {
           {type, norm, 7, large, Layout::kContiguous, Params::kOfComputeType, true, true});
       cases.push_back(
           {type, norm, 3, large + 1, Layout::kContiguous, Params::kOfStorage, true, false});
+      // The same for the weight alone, whose sums would overwrite others if a bias were added.
+      if (type == at::kDouble && norm == Norm::kRms) {
+        cases.push_back(
+            {type, norm, 3, 2 * large, Layout::kContiguous, Params::kOfStorage, false, false});
+      }
       // Rows that are too long for the registers of a block: of the backward, and of the forward.
       cases.push_back(
           {type, norm, 7, 8200, Layout::kContiguous, Params::kOfComputeType, true, false});

@@ -320,6 +320,7 @@ Settings& settings() {
 
 void launch(const Launch& launch, const std::function<void()>& thread) {
   check(launch);
+  if (settings().launches != nullptr) settings().launches->push_back(launch);
   Grid own(launch, thread);
   grid = &own;
   const Dims& size = launch.grid_size;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <stdexcept>
+#include <vector>
 
 // Runs CUDA kernels on the CPU, to test them where there is no GPU.
 //
@@ -57,6 +58,13 @@ class Streams {
   virtual void submit(void* stream, std::function<void()> launch) = 0;
 };
 
+struct Launch {
+  const void* kernel;
+  Dims grid_size;
+  Dims block_size;
+  std::size_t shared_bytes;  // dynamic
+};
+
 enum class Order { kForward, kReverse, kRandom };  // of a block's warps and of a warp's lanes
 
 struct Settings {
@@ -68,6 +76,7 @@ struct Settings {
   bool only_outer_blocks = false;
   bool is_capturing = false;  // whether the one stream reports the capture of a CUDA graph
   Streams* streams = nullptr;
+  std::vector<Launch>* launches = nullptr;  // receives every launch
 };
 
 // The settings of later launches.
@@ -77,13 +86,6 @@ Settings& settings();
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
-};
-
-struct Launch {
-  const void* kernel;
-  Dims grid_size;
-  Dims block_size;
-  std::size_t shared_bytes;  // dynamic
 };
 
 // Runs `thread` once for each thread of the grid.
