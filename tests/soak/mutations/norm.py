@@ -390,7 +390,6 @@ ROW_SHAPES = [
         ROWS,
         "num_threads < num_packs) num_threads",
         "num_threads <= num_packs) num_threads",
-        equivalent="threads without columns add zeros; only the speed differs",
     ),
     # Which rows are kept.
     Mutation("keeps_unpackable", ROWS, "return is_packable(job) && num_packs <=", "return num_packs <="),
