@@ -62,11 +62,11 @@ class NormLaunches : public ::testing::Test {
 
 // A pack has two elements of float64.
 TEST_F(NormLaunches, Forward) {
-  const std::vector<Row> rows = {{2, true, 32, "keeps 2 packs"},
-                                 {128, true, 32, "keeps 2 packs"},
-                                 {130, true, 64, "keeps 2 packs"},
-                                 {2050, true, 544, "keeps 2 packs"},
-                                 {4096, true, 1024, "keeps 2 packs"},
+  const std::vector<Row> rows = {{2, true, 32, "keeps 4 packs"},
+                                 {256, true, 32, "keeps 4 packs"},
+                                 {258, true, 64, "keeps 4 packs"},
+                                 {2050, true, 288, "keeps 4 packs"},
+                                 {4096, true, 512, "keeps 4 packs"},
                                  {4098, true, 512, "reads packs"},
                                  {33, true, 64, "reads elements"},
                                  {128, false, 128, "reads elements"},
@@ -89,9 +89,9 @@ TEST_F(NormLaunches, Forward) {
 }
 
 TEST_F(NormLaunches, Backward) {
-  const std::vector<Row> rows = {{2, true, 32, "keeps 1 pack"},
-                                 {130, true, 96, "keeps 1 pack"},
-                                 {1024, true, 512, "keeps 1 pack"},
+  const std::vector<Row> rows = {{2, true, 32, "keeps 2 packs"},
+                                 {130, true, 64, "keeps 2 packs"},
+                                 {1024, true, 256, "keeps 2 packs"},
                                  {1026, true, 288, "keeps 2 packs"},
                                  {2048, true, 512, "keeps 2 packs"},
                                  {2050, true, 512, "reads packs"},

@@ -429,7 +429,6 @@ ROW_SHAPES = [
         "num_multiprocessors(device) * per_multiprocessor",
         1,
         2,
-        equivalent="blocks without rows do nothing; only the speed differs",
     ),
     Mutation(
         "norm_unlimited_backward_blocks",
@@ -438,7 +437,6 @@ ROW_SHAPES = [
         "num_multiprocessors(device) * per_multiprocessor",
         2,
         2,
-        equivalent="blocks without rows add zeros; only the speed differs",
     ),
 ]
 

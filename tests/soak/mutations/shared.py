@@ -74,14 +74,12 @@ MUTATIONS = [
         LOOP,
         "is_packable ? launch",
         "false ? launch",
-        equivalent="single elements have the results of packs; only the speed differs",
     ),
     Mutation(
         "loop_int32_index",
         LOOP,
         "const int64_t num_packs = job",
         "const int num_packs = job",
-        unseen="needs 2^31 packs, 34 GB of memory",
     ),
     Mutation(
         "loop_int32_thread",
