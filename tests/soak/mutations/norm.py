@@ -22,7 +22,6 @@ SHARED_IF = "kPacks == 0 && num_params > 0 && sums_bytes <= max_shared_bytes"
 BARRIER = "__syncthreads();\n"
 WHOLE_WARPS = "(num_threads + kWarpSize - 1) / kWarpSize * kWarpSize"
 KEPT_BOUND = "int64_t{kept_packs} * kMaxThreads"
-READ_AGAIN = "the kernel that reads a row again has the same results; only the speed differs"
 FRESH = "the kernel's entry allocates this tensor, and allocations are aligned"
 BLOCKS = "std::min<int64_t>(job.num_rows, num_multiprocessors(device) * per_multiprocessor)"
 
@@ -406,7 +405,7 @@ ROW_SHAPES = [
         "norm_unpacked_rows_kept", ROWS, "run<Storage, Params, 1, 0>", "run<Storage, Params, kWidth, kForwardPacks>"
     ),
     Mutation("norm_all_kept", ROWS, "if (is_kept) return", "if (packable) return"),
-    Mutation("norm_kept_read", ROWS, "if (is_kept) return", "if (false) return", equivalent=READ_AGAIN),
+    Mutation("norm_kept_read", ROWS, "if (is_kept) return", "if (false) return"),
     Mutation("norm_forward_kernel_of_two_packs", LAUNCH, "visit_shapes<kForwardPacks>", "visit_shapes<2>"),
     Mutation("norm_backward_kernel_of_one_pack", LAUNCH, "visit_shapes<kBackwardPacks>", "visit_shapes<1>"),
     # The number of blocks.
