@@ -11,7 +11,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ops.on_device import on_device
+from ops.on_device import on_device, world_on
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ops import (
     test_attention,
@@ -68,3 +70,17 @@ def test_messages_over_links(rank: int, world_size: int, order: str) -> None:
             assert cuda_runtime.count("nccl send") > sent
     finally:
         pipeline_links.unlink(group)
+
+
+@pytest.mark.nccl
+@on_ranks(2)
+@pytest.mark.parametrize("case", [1, 2])
+def test_gradients_are_on_the_mesh_of_their_case(rank: int, case: int) -> None:
+    """Ranks are reused: the second case must not find the first one's mesh in the caches of the backward's thread."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    with world_on(BACKEND):
+        mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("rows",))
+        x = distribute_tensor(torch.ones(4, 2, device="cuda"), mesh, [Shard(0)]).requires_grad_()
+        (x * x).sum().backward()
+        dist.all_reduce(x.grad.to_local(), group=x.grad.device_mesh.get_group("rows"))
+        assert x.grad.device_mesh is mesh

@@ -152,9 +152,31 @@ def _forget_meshes() -> None:
         from torch.distributed.tensor import _redistribute, debug
 
         debug._clear_sharding_prop_cache()
+        _call_on_backward_threads(debug._clear_sharding_prop_cache)  # each thread has a cache of its own
         _redistribute._gen_transform_infos.cache_clear()
     if "weft._plugin.meshes" in sys.modules:
         sys.modules["weft._plugin.meshes"]._meshes.clear()
+
+
+def _call_on_backward_threads(function: Callable[[], object]) -> None:
+    """Call `function` on the threads that run the backward of the CUDA devices that have been used."""
+    import torch
+
+    class CallInBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            function()
+            return grad
+
+    if not torch.cuda.is_initialized():
+        return
+    for index in range(torch.cuda.device_count()):
+        if torch.cuda.memory_reserved(index):
+            CallInBackward.apply(torch.zeros(1, device=f"cuda:{index}", requires_grad=True)).backward()
 
 
 def _reset(environment: dict[str, str], keeps_groups: bool) -> None:
