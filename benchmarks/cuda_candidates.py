@@ -3,9 +3,9 @@
     python benchmarks/cuda_candidates.py [--groups NAME ...] [--samples 11] [--json] [--output FILE]
     python benchmarks/cuda_candidates.py --device cpu --scale 64    # the same code on a CPU, with small sizes
 
-Each group has one job and several ways to do it; the first is the one that weft takes. All ways of a group must give
-the same result. Times are medians of samples taken in turn, as in kernels_cuda.py, without the host's launches; `host`
-is the time that the host needs to launch the way once.
+Each group has one job and several ways to do it; the first is the one that weft takes. The results of all ways of a
+group must have the same norm; ways may differ in layout. Times are medians of samples taken in turn, as in
+kernels_cuda.py, without the host's launches; `host_ms` is the time that the host needs to launch the way once.
 """
 
 from __future__ import annotations
@@ -212,11 +212,11 @@ GROUPS: dict[str, Callable[[Sizes], dict[str, Ways]]] = {
     "AdamW, large slices": lambda sizes: adamw(sizes, 8, 2752, 4096),
     "loss, 8b": lambda sizes: loss(sizes, 8192, 4096, 128256),
 }
-TOLERANCE = 0.05  # of the largest value, for bfloat16
+TOLERANCE = 0.05  # of the norm, for bfloat16
 
 
 def disagreement(ways: Ways) -> str | None:
-    """Return the first way whose sum differs from that of the first way, if there is one."""
+    """Return the first way whose norm differs from that of the first way, if there is one."""
     sums = {}
     for name, call in ways.items():
         result = call()

@@ -68,6 +68,13 @@ def test_smoke_finds_wrong_values_and_errors(tmp_path: Path) -> None:
     assert "activation float32: RuntimeError: illegal address" in run.stdout
 
 
+def test_candidate_with_another_result_is_a_problem() -> None:
+    code = "import torch, cuda_candidates as c; x = torch.ones(9); ways = {'a': lambda: x, 'b': lambda: [x * %s]}; "
+    code += "sizes = c.Sizes(torch.device('cpu'), 1); print(c.measure_group(sizes, lambda sizes: {'job': ways}, 2))"
+    assert "first_over_this" in run_python("-c", code % 1).stdout
+    assert "b: norm 6.0, the first way's 3.0" in run_python("-c", code % 2).stdout
+
+
 def test_suite_of_the_sanitizer_calls_every_kernel(tmp_path: Path) -> None:
     output = tmp_path / "memcheck.json"
     run = run_python("-m", "gpu.sanitize", "--device", "cpu", "--output", str(output))
