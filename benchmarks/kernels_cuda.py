@@ -45,6 +45,7 @@ SPINS_PER_SECOND = 2_000_000_000  # at least the clock rate of a GPU, in Hz
 def kernels(tokens: int, dim: int, hidden: int, options: dict[str, Any]) -> dict[str, tuple[int, Callable[[], object]]]:
     """Return (number of elements read and written, call) for each kernel, by name."""
     h, g, up = (torch.randn(tokens, hidden, **options) for _ in range(3))
+    h_up = torch.cat([h, up], -1)
     x, y, z = (torch.randn(tokens, dim, **options) for _ in range(3))
     weight, bias = (torch.randn(dim, **options) for _ in range(2))
     seed = torch.tensor([7])
@@ -57,6 +58,8 @@ def kernels(tokens: int, dim: int, hidden: int, options: dict[str, Any]) -> dict
         "gelu backward": (4 * wide, lambda: OPS._activation_backward(g, h, "gelu")),
         "swiglu": (3 * wide, lambda: OPS._gated_activation(h, up, "silu")),
         "swiglu backward": (6 * wide, lambda: OPS._gated_activation_backward(g, h, up, "silu")),
+        "joined swiglu": (3 * wide, lambda: OPS._gate_up_activation(h_up, "silu")),
+        "joined swiglu backward": (6 * wide, lambda: OPS._gate_up_activation_backward(g, h_up, "silu")),
         "rms_norm": (2 * narrow, lambda: OPS._norm(x, None, weight, None, False, 1e-6)),
         "rms_norm backward": (
             3 * narrow,
@@ -149,7 +152,14 @@ def feed_forwards(
     def step(forward: Callable[..., Tensor]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(*leaves), leaves, grad)
 
-    steps = {"weft": lambda: step(fused), "eager": lambda: step(plain), "compiled": lambda: step(compiled)}
+    joined = tuple(leaf.detach().clone().requires_grad_() for leaf in leaves)
+    weft.nn.join_gate_up(joined[1], joined[3])
+    steps = {
+        "weft": lambda: step(fused),
+        "weft_joined": lambda: torch.autograd.grad(fused(*joined), joined, grad),
+        "eager": lambda: step(plain),
+        "compiled": lambda: step(compiled),
+    }
     problem = None
     try:
         steps["compiled"]()

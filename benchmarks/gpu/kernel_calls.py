@@ -79,6 +79,8 @@ def _calls(
         yield call("activation_backward", y, x, activation)
         yield call("gated_activation", x, y, activation)
         yield call("gated_activation_backward", z, x, y, activation)
+        yield call("gate_up_activation", torch.cat([x, y], -1), activation)
+        yield call("gate_up_activation_backward", z, torch.cat([x, y], -1), activation)
     yield call("dropout_of_shard", x, 7, 0.4, 1, x.numel(), 0, x.numel())
     yield call("dropout_of_shard", x, -7, 0.4, columns, rows, 2, rows + 5)
 

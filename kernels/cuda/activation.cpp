@@ -11,8 +11,8 @@ namespace {
 struct CudaDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CUDA;
 
-  static at::Tensor empty_like(const at::Tensor& like) {
-    return at::empty(like.sizes(), like.options());
+  static at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like) {
+    return at::empty(sizes, like.options());
   }
 
   static void run(const detail::ActivationJob& job, c10::Device device) {
@@ -43,6 +43,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(const at::Tensor& 
                                                               const at::Tensor& up,
                                                               Activation activation) {
   return Entry::gated_backward(grad_h, gate, up, activation);
+}
+
+at::Tensor gate_up_forward(const at::Tensor& gate_up, Activation activation) {
+  return Entry::gate_up_forward(gate_up, activation);
+}
+
+std::tuple<at::Tensor, at::Tensor> gate_up_backward(const at::Tensor& grad_h,
+                                                    const at::Tensor& gate_up,
+                                                    Activation activation) {
+  return Entry::gate_up_backward(grad_h, gate_up, activation);
 }
 
 }  // namespace weft::kernels::cuda

@@ -95,17 +95,29 @@ struct DeviceMath {
   }
 };
 
+// Returns the index, in an array of alternating rows, of element `begin` of gate or up. A division
+// of 64-bit integers takes several times as many instructions as one of 32-bit integers.
+__device__ __forceinline__ int64_t gate_up_idx(const ActivationJob& job, int64_t begin) {
+  if (job.row_size == 0) return begin;
+  const int64_t row_idx =
+      job.num_elements <= UINT32_MAX
+          ? int64_t{static_cast<uint32_t>(begin) / static_cast<uint32_t>(job.row_size)}
+          : begin / job.row_size;
+  return begin + row_idx * job.row_size;
+}
+
 template <typename Storage, Activation kActivation, int kWidth>
 __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin) {
   using Scalar = ScalarOf<Storage>;
   using Math = DeviceMath<Storage>;
   using Formula = detail::Formula<Math, kActivation>;
   const bool gated = job.up != nullptr;
+  const int64_t gate_begin = gate_up_idx(job, begin);
   Scalar x[kWidth];
   Scalar up[kWidth];
   Scalar h[kWidth];
-  load_pack<Storage>(job.x, begin, x);
-  if (gated) load_pack<Storage>(job.up, begin, up);
+  load_pack<Storage>(job.x, gate_begin, x);
+  if (gated) load_pack<Storage>(job.up, gate_begin, up);
 
   if (job.grad_h == nullptr) {
 #pragma unroll
@@ -128,7 +140,7 @@ __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin)
       grad_up[i] = result.grad_up;
       h[i] = result.h;
     }
-    store_pack<Storage>(job.grad_up, begin, grad_up);
+    store_pack<Storage>(job.grad_up, gate_begin, grad_up);
   } else {
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) {
@@ -137,7 +149,7 @@ __device__ __forceinline__ void compute(const ActivationJob& job, int64_t begin)
       h[i] = result.h;
     }
   }
-  store_pack<Storage>(job.grad_x, begin, grad_x);
+  store_pack<Storage>(job.grad_x, gate_begin, grad_x);
   store_pack<Storage>(job.h, begin, h);
 }
 
@@ -156,6 +168,7 @@ struct ActivationOperation {
 
 template <Activation kActivation>
 void launch(const ActivationJob& job, c10::Device device) {
+  // If all pointers are aligned, a row has a whole number of packs: `up` points one row after `x`.
   const bool is_packable =
       is_vector_aligned({job.grad_h, job.x, job.up, job.h, job.grad_x, job.grad_up});
   visit_storage(job.type, [&]<typename Storage>() {

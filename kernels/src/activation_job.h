@@ -12,12 +12,15 @@ namespace weft::kernels::detail {
 
 enum class ActivationOp { kForward, kBackward, kGatedForward, kGatedBackward };
 
-// Unused pointers are null. `x` is the gate of the gated operations.
+// Unused pointers are null. `x` is the gate of the gated operations. With `row_size` > 0, the rows
+// of gate and up alternate in one array, [gate row | up row], and so do those of grad_x and
+// grad_up; `x` and `up`, `grad_x` and `grad_up` point to the first row of each.
 struct ActivationJob {
   ActivationOp op;
   Activation activation;
   StorageType type;
-  int64_t num_elements;
+  int64_t num_elements;  // of h
+  int64_t row_size = 0;
   const void* grad_h = nullptr;
   const void* x = nullptr;
   const void* up = nullptr;

@@ -29,7 +29,7 @@ from weft._plugin.first_gradients import FirstGradients
 from weft._plugin.in_backward_steps import InBackwardSteps
 from weft._plugin.memory_watch import MemoryWatch
 from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS
-from weft._plugin.options import Options, check_rows_on_one_data_rank, resolve_sizes
+from weft._plugin.options import Options, check_joined_weights, check_rows_on_one_data_rank, resolve_sizes
 from weft._plugin.parameter_replacements import ParameterReplacements
 from weft._plugin.process_group import check_world_size
 from weft._plugin.replicas import broadcast_random_state, broadcast_values, random_state_of_first_rank
@@ -146,6 +146,8 @@ class Engine:
         sizes = self.sizes_of_mesh()
         if sizes is not None and self.options.optimizer_in_backward == "rows":
             check_rows_on_one_data_rank(self.name, sizes)
+        if sizes is not None:
+            check_joined_weights(self.name, self.options, sizes)
 
     def check_offload_device(self, what: str, is_on: bool) -> None:
         """Raise ValueError if activations are to be moved to the CPU, where the model is already."""

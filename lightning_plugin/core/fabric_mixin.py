@@ -18,7 +18,7 @@ from weft._plugin import fabric_pipeline
 from weft._plugin.engine import Engine
 from weft._plugin.loader_check import without_lockstep
 from weft._plugin.loaders import FabricLoaders
-from weft._plugin.model_setup import apply_plan
+from weft._plugin.model_setup import apply_plan, join_weights
 from weft._plugin.optimizer_state import full_state, load_state, merge_parameter_groups, named_state
 from weft._plugin.options import TRAINER_ONLY, FabricOptions, Options, StockOptions
 from weft._plugin.parameter_replacements import parameters_of
@@ -148,6 +148,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         engine.replacements.record(before, module)
         if self._has_meta_tensors:
             engine.broadcast_values(module)
+        join_weights(engine, module)
         engine.broadcast_random_state()
         module.register_forward_pre_hook(self._check_batch)
         self._modules.append(module)

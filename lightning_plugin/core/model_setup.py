@@ -37,6 +37,7 @@ def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None],
         divide(module)
     if engine.plan is not None:
         _shard_layers(engine, module)
+        _check_gated_mlps(engine, module)
     _checkpoint_activations(engine, module)
     if engine.plan is not None:
         _shard_over_data_axes(engine, module, **shard_options)
@@ -58,6 +59,26 @@ def _shard_layers(engine: Engine, module: Module) -> None:
     assert engine.plan is not None
     stays_plain = engine.data_axes.shards_parameters and not engine.options.has_stages
     parallelize(module, engine.mesh, engine.plan, keeps_plain_on_one_rank=stays_plain)
+
+
+def _check_gated_mlps(engine: Engine, module: Module) -> None:
+    from weft.strategy.modules.gate_up import gate_up_of
+
+    # A stage of a pipeline may have no MLP.
+    is_wanted = engine.options.join_gate_up and not engine.options.has_stages
+    if is_wanted and all(gate_up_of(each) is None for each in module.modules()):
+        raise ValueError(
+            f"{engine.name} got join_gate_up=True, but the plan makes no gated MLP without biases one operator; "
+            "give such an MLP the style column_row_mlp, or leave join_gate_up out."
+        )
+
+
+def join_weights(engine: Engine, module: Module) -> None:
+    """Join the weights of gated MLPs if the option asks for it, once they are on their device."""
+    from weft.strategy import join_gate_up
+
+    if engine.options.join_gate_up:
+        join_gate_up(module)
 
 
 def _shard_over_data_axes(engine: Engine, module: Module, **shard_options: Any) -> None:

@@ -29,7 +29,7 @@ _DEFAULT_SIZES = {
     "tensor_parallel_size": "auto",
     "pipeline_parallel_size": 1,
 }
-_FLAGS = ("fused_optimizers", "empty_init", "activation_offload", "sequence_parallel")
+_FLAGS = ("fused_optimizers", "empty_init", "activation_offload", "sequence_parallel", "join_gate_up")
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,9 @@ class Options:
             compared with the unsharded module, and their activations are gathered if results differ; a difference under
             explicit column and row rules is a warning. "always": this difference, or a layer that cannot be compared,
             raises ValueError. "never": no comparison. None: the plan's setting. See `weft.strategy.Plan`.
+        join_gate_up: keep the gate and up weights of each fused gated MLP in one storage, so that in eager mode both
+            projections are one matrix product; see `weft.strategy.join_gate_up`. Without data-parallel ranks that
+            shard parameters.
     """
 
     plan: Any = None
@@ -150,6 +153,7 @@ class Options:
     split_batch: Callable[[Any, int], Sequence[Any]] | None = None
     micro_batch_weight: Callable[[Any], float] | None = None
     verify: Literal["auto", "always", "never"] | None = None
+    join_gate_up: bool = False
 
     @property
     def is_stock(self) -> bool:
@@ -193,6 +197,8 @@ class Options:
             raise ValueError(
                 f"{owner} got optimizer_in_backward='rows' without a plan that fuses MLPs; pass plan='auto'."
             )
+        if self.join_gate_up and self.plan is None:
+            raise ValueError(f"{owner} got join_gate_up=True without a plan that fuses MLPs; pass plan='auto'.")
         from weft.strategy.modules.activation_checkpointing import check_checkpoint_spec
 
         check_checkpoint_spec(owner, self.activation_checkpointing)
@@ -320,6 +326,15 @@ def check_rows_on_one_data_rank(owner: str, sizes: MeshSizes) -> None:
         raise ValueError(
             f"{owner} got optimizer_in_backward='rows' with {num_data} data-parallel ranks, over which full gradients "
             "are averaged; pass True, or tensor-parallel ranks alone."
+        )
+
+
+def check_joined_weights(owner: str, options: Options, sizes: MeshSizes) -> None:
+    """Raise ValueError for join_gate_up with data ranks that shard parameters: each gathers into new memory."""
+    if options.join_gate_up and sizes.data_parallel > 1 and options.sharding_stage >= 2:
+        raise ValueError(
+            f"{owner} got join_gate_up=True with {sizes.data_parallel} data-parallel ranks, which gather each weight "
+            "into memory of its own; pass zero_stage=1 or 0, or join_gate_up=False."
         )
 
 

@@ -15,7 +15,7 @@ from weft._plugin.engine import Engine
 from weft._plugin.in_backward import check_optimizer_in_backward, is_overridden
 from weft._plugin.loader_check import without_lockstep
 from weft._plugin.loaders import TrainerLoaders
-from weft._plugin.model_setup import apply_plan
+from weft._plugin.model_setup import apply_plan, join_weights
 from weft._plugin.options import Options, StockOptions
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, run_step, with_local_parameters
 from weft._plugin.parameter_replacements import parameters_of
@@ -110,6 +110,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             super().setup(trainer)
         if has_meta_tensors:
             engine.broadcast_values(self.model)
+        join_weights(engine, self.model)
         engine.broadcast_random_state()
         if engine.pipeline is not None:
             self._stages.begin_steps(self.model, self._is_fitting)

@@ -11,6 +11,8 @@ struct CudaKernels {
   static constexpr auto activation_backward = kernels::cuda::activation_backward;
   static constexpr auto gated_forward = kernels::cuda::gated_forward;
   static constexpr auto gated_backward = kernels::cuda::gated_backward;
+  static constexpr auto gate_up_forward = kernels::cuda::gate_up_forward;
+  static constexpr auto gate_up_backward = kernels::cuda::gate_up_backward;
   static constexpr auto dropout = kernels::cuda::dropout;
   static constexpr auto norm_forward = kernels::cuda::norm_forward;
   static constexpr auto norm_backward = kernels::cuda::norm_backward;

@@ -6,6 +6,7 @@
 
 #include "chunked_sequence.h"
 #include "dispatch.h"
+#include "gate_up.h"
 #include "group_collectives.h"
 #include "overlap.h"
 #include "reduced_products.h"
@@ -16,6 +17,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -23,17 +25,28 @@
 
 namespace weft::ops {
 
-std::pair<at::Tensor, at::Tensor> column_half(const at::Tensor& x,
-                                              const at::Tensor& w1,
-                                              const OptionalTensor& w3,
-                                              const OptionalTensor& b1,
-                                              const OptionalTensor& b3) {
-  return {at::linear(x, w1, b1), w3.has_value() ? at::linear(x, *w3, b3) : at::Tensor()};
+Hidden Hidden::of_gate_up(const at::Tensor& gate_up) {
+  return {half_of(gate_up, 0), half_of(gate_up, 1), gate_up};
 }
 
-at::Tensor activate(const at::Tensor& h1, const at::Tensor& h3, std::string_view activation) {
-  return h3.defined() ? dispatch::gated_activation(h1, h3, activation)
-                      : dispatch::activation(h1, activation);
+Hidden column_half(const at::Tensor& x,
+                   const at::Tensor& w1,
+                   const OptionalTensor& w3,
+                   const OptionalTensor& b1,
+                   const OptionalTensor& b3,
+                   bool may_join) {
+  if (may_join && !b1.has_value() && !b3.has_value()) {
+    if (const auto weight = joined_weight(w1, w3); weight.defined()) {
+      return Hidden::of_gate_up(at::linear(x, weight));
+    }
+  }
+  return {at::linear(x, w1, b1), w3.has_value() ? at::linear(x, *w3, b3) : at::Tensor(), {}};
+}
+
+at::Tensor activate(const Hidden& hidden, std::string_view activation) {
+  if (hidden.gate_up.defined()) return dispatch::gate_up_activation(hidden.gate_up, activation);
+  return hidden.h3.defined() ? dispatch::gated_activation(hidden.h1, hidden.h3, activation)
+                             : dispatch::activation(hidden.h1, activation);
 }
 
 namespace {
@@ -78,8 +91,11 @@ struct Weights {
 
 struct Result {
   at::Tensor y;
-  at::Tensor h1, h3;  // undefined unless requested; no h3 without w3
+  Hidden hidden;  // undefined unless requested
 };
+
+// Whether to return the hidden values, and in which form: see `joins` of _column_row_mlp_saving.
+enum class Saves : std::uint8_t { kNothing, kHidden, kJoinedHidden };
 
 // Returns x, gathered if the sequence is sharded.
 at::Tensor gathered_input(const at::Tensor& x, const Call& call) {
@@ -104,16 +120,15 @@ at::Tensor row_half(const at::Tensor& h,
   return b2.has_value() ? y.add_(*b2) : y;
 }
 
-Result run_unchunked(const at::Tensor& x, const Weights& w, const Call& call, bool saves_hidden) {
-  auto [h1, h3] = column_half(gathered_input(x, call), w.w1, w.w3, w.b1, w.b3);
-  auto h = activate(h1, h3, call.activation);
+Result run_unchunked(const at::Tensor& x, const Weights& w, const Call& call, Saves saves) {
   Result result;
-  if (saves_hidden) {
-    result.h1 = std::move(h1);
-    result.h3 = std::move(h3);
+  auto hidden =
+      column_half(gathered_input(x, call), w.w1, w.w3, w.b1, w.b3, saves != Saves::kHidden);
+  auto h = activate(hidden, call.activation);
+  if (saves == Saves::kNothing) {
+    hidden = {};
   } else {
-    h1.reset();
-    h3.reset();
+    result.hidden = std::move(hidden);
   }
   result.y = row_half(h, w.w2, w.b2, call);
   return result;
@@ -141,11 +156,11 @@ Result run_chunked(const at::Tensor& x,
     auto sizes = x.sizes().vec();
     sizes[static_cast<std::size_t>(dim)] = size;
     sizes.back() = w.w1.size(0);
-    result.h1 = at::empty(sizes, x.options());
-    h1_rows = result.h1.movedim(dim, 0);
+    result.hidden.h1 = at::empty(sizes, x.options());
+    h1_rows = result.hidden.h1.movedim(dim, 0);
     if (w.w3.has_value()) {
-      result.h3 = at::empty(sizes, x.options());
-      h3_rows = result.h3.movedim(dim, 0);
+      result.hidden.h3 = at::empty(sizes, x.options());
+      h3_rows = result.hidden.h3.movedim(dim, 0);
     }
   }
   ChunkedSequence chunks(kOp, call.group, size, rows_per_chunk);
@@ -153,40 +168,40 @@ Result run_chunked(const at::Tensor& x,
   chunks.set_output(row_sizes(x, dim, w.w2.size(0)), x.options());
   chunks.run([&](const ChunkRows& rows) {
     const auto& x_rows = rows.gathered[0];
-    at::Tensor h1, h3;
+    Hidden hidden;
     if (saves_hidden && rows.num_ranks == 1) {
-      h1 = rows.of(h1_rows);
-      linear_into(h1, x_rows, w.w1, w.b1, rows.num_ranks);
+      hidden.h1 = rows.of(h1_rows);
+      linear_into(hidden.h1, x_rows, w.w1, w.b1, rows.num_ranks);
       if (w.w3.has_value()) {
-        h3 = rows.of(h3_rows);
-        linear_into(h3, x_rows, *w.w3, w.b3, rows.num_ranks);
+        hidden.h3 = rows.of(h3_rows);
+        linear_into(hidden.h3, x_rows, *w.w3, w.b3, rows.num_ranks);
       }
     } else {
       // The activation reads contiguous rows, which those of merged ranks in h1_rows are not.
-      std::tie(h1, h3) = column_half(x_rows, w.w1, w.w3, w.b1, w.b3);
+      hidden = column_half(x_rows, w.w1, w.w3, w.b1, w.b3, !saves_hidden);
       if (saves_hidden) {
-        copy_into(rows.of(h1_rows), h1);
-        if (h3.defined()) copy_into(rows.of(h3_rows), h3);
+        copy_into(rows.of(h1_rows), hidden.h1);
+        if (hidden.h3.defined()) copy_into(rows.of(h3_rows), hidden.h3);
       }
     }
-    product_into(rows.output, activate(h1, h3, call.activation), w.w2.t(), rows.num_ranks);
+    product_into(rows.output, activate(hidden, call.activation), w.w2.t(), rows.num_ranks);
   });
   result.y = chunks.take_output().movedim(0, dim).contiguous();
   if (w.b2.has_value()) result.y.add_(*w.b2);
   return result;
 }
 
-Result run(const at::Tensor& x, const Weights& w, const Call& call, bool saves_hidden) {
+Result run(const at::Tensor& x, const Weights& w, const Call& call, Saves saves) {
   if (!call.sequence.has_value()) {
-    return run_unchunked(x, w, call, saves_hidden);
+    return run_unchunked(x, w, call, saves);
   }
   const auto& [dim, size] = *call.sequence;
   const auto features = std::max(x.size(-1), w.w2.size(0));
   OverlapChoice overlap(
       kOp, x, communication_of(x, dim, size.expect_int(), w.w1.size(0), features), call.group);
   auto result = overlap.is_chunked()
-                    ? run_chunked(x, w, call, saves_hidden, overlap.rows_per_chunk())
-                    : run_unchunked(x, w, call, saves_hidden);
+                    ? run_chunked(x, w, call, saves != Saves::kNothing, overlap.rows_per_chunk())
+                    : run_unchunked(x, w, call, saves);
   overlap.end_timing();
   return result;
 }
@@ -205,7 +220,7 @@ at::Tensor column_row_mlp(const at::Tensor& x,
                           std::optional<c10::SymInt> sequence_size) {
   const auto call =
       checked_call(x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, sequence_size);
-  return run(x, {w1, w2, w3, b1, b2, b3}, call, /*saves_hidden=*/false).y;
+  return run(x, {w1, w2, w3, b1, b2, b3}, call, Saves::kNothing).y;
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
@@ -219,11 +234,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving(
     std::string_view activation,
     std::string_view group_name,
     std::optional<std::int64_t> sequence_dim,
-    std::optional<c10::SymInt> sequence_size) {
+    std::optional<c10::SymInt> sequence_size,
+    bool joins) {
   const auto call =
       checked_call(x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, sequence_size);
-  const auto [y, h1, h3] = run(x, {w1, w2, w3, b1, b2, b3}, call, /*saves_hidden=*/true);
-  return {y, h1, h3.defined() ? h3 : at::empty({0}, x.options())};
+  const auto [y, hidden] =
+      run(x, {w1, w2, w3, b1, b2, b3}, call, joins ? Saves::kJoinedHidden : Saves::kHidden);
+  if (hidden.gate_up.defined()) return {y, hidden.gate_up, at::empty({0}, x.options())};
+  return {y, hidden.h1, hidden.h3.defined() ? hidden.h3 : at::empty({0}, x.options())};
 }
 
 std::optional<ShardedDim> sequence_of(const at::Tensor& x,
@@ -261,7 +279,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> column_row_mlp_saving_meta(
     std::string_view activation,
     std::string_view group_name,
     std::optional<std::int64_t> sequence_dim,
-    std::optional<c10::SymInt> sequence_size) {
+    std::optional<c10::SymInt> sequence_size,
+    bool /*joins: false where tensors are traced*/) {
   auto y =
       at::empty_symint(column_row_mlp_shape(x, w1, w2, w3, b1, b2, b3, activation), x.options());
   c10::SymDimVector hidden(x.sym_sizes().begin(), x.sym_sizes().end());

@@ -20,12 +20,16 @@
 // When traced, all communication goes through registered operators called below autograd, in
 // program order, so that compile and export see it; the all-reduce is weft::reduce_from_group.
 //
+// If w1 and w3 are halves of one weight (gate_up.h), h1 and h3 are halves of one tensor, and so are
+// their gradients: grad_x is one product. This is for eager mode; traced tensors have no storage.
+//
 // A WeightSink may take the gradients of weights: Row and Column then pass it the two factors of a
 // gradient and do not compute their product.
 
 #include "autograd_support.h"
 #include "column_row_mlp.h"
 #include "dispatch.h"
+#include "gate_up.h"
 #include "group_collectives.h"
 #include "reduced_products.h"
 #include "weight_sink.h"
@@ -218,29 +222,35 @@ class Row : public torch::autograd::Function<Row> {
     const bool gated = ctx->saved_data.at("gated").toBool();
     const bool has_bias = ctx->saved_data.at("has_bias").toBool();
     start_gathering_x(ctx, saved[kSavedXShard], gated);
-    auto [h1, h3] = hidden(ctx, saved);
+    auto hidden = hidden_of(ctx, saved, !is_traced(grad_y));
 
     variable_list result(kNumInputs);
     if (has_bias && ctx->needs_input_grad(gated ? kB2 : kB2 - 1)) {
       result[kB2] = bias_grad(grad_y);
     }
-    at::Tensor h;
+    at::Tensor h, grad_gate_up;
     if (ctx->needs_input_grad(kX) || ctx->needs_input_grad(kH1) ||
         (gated && ctx->needs_input_grad(kH3))) {
       const auto grad_h = at::matmul(grad_y, w2);
-      if (h3.defined()) {
+      if (hidden.gate_up.defined()) {
+        std::tie(grad_gate_up, h) =
+            dispatch::gate_up_activation_backward(grad_h, hidden.gate_up, activation);
+        result[kH1] = half_of(grad_gate_up, 0);
+        result[kH3] = half_of(grad_gate_up, 1);
+      } else if (hidden.h3.defined()) {
         std::tie(result[kH1], result[kH3], h) =
-            dispatch::gated_activation_backward(grad_h, h1, h3, activation);
+            dispatch::gated_activation_backward(grad_h, hidden.h1, hidden.h3, activation);
       } else {
-        std::tie(result[kH1], h) = dispatch::activation_backward(grad_h, h1, activation);
+        std::tie(result[kH1], h) = dispatch::activation_backward(grad_h, hidden.h1, activation);
       }
     } else if (ctx->needs_input_grad(kInputW2)) {
-      h = activate(h1, h3, activation);
+      h = activate(hidden, activation);
     }
-    h1.reset();
-    h3.reset();
+    hidden = {};
     if (ctx->needs_input_grad(kX)) {
-      result[kX] = input_grad(ctx, result[kH1], result[kH3], w1, w3);
+      const auto weight = grad_gate_up.defined() ? joined_weight(w1, w3) : at::Tensor();
+      result[kX] = weight.defined() ? input_grad(ctx, grad_gate_up, {}, weight, {})
+                                    : input_grad(ctx, result[kH1], result[kH3], w1, w3);
     }
     result[kInputW2] = required_weight_grad(ctx, kInputW2, kW2, grad_y, h);
     return result;
@@ -311,10 +321,10 @@ class Row : public torch::autograd::Function<Row> {
     }
   }
 
-  static std::pair<at::Tensor, at::Tensor> hidden(AutogradContext* ctx,
-                                                  const variable_list& saved) {
+  static Hidden hidden_of(AutogradContext* ctx, const variable_list& saved, bool may_join) {
     if (!ctx->saved_data.at("recompute").toBool()) {
-      return {saved[kSavedH1OrX], saved[kSavedH3]};
+      const auto &h1 = saved[kSavedH1OrX], &h3 = saved[kSavedH3];
+      return {h1, h3, may_join ? joined_columns(h1, h3) : at::Tensor()};
     }
     const auto optional = [](const at::Tensor& tensor) {
       return tensor.defined() ? OptionalTensor(tensor) : OptionalTensor();
@@ -324,7 +334,8 @@ class Row : public torch::autograd::Function<Row> {
                        saved[kSavedW1],
                        optional(saved[kSavedW3]),
                        optional(saved[kSavedB1]),
-                       optional(saved[kSavedB3]));
+                       optional(saved[kSavedB3]),
+                       may_join);
   }
 
   // Whether Row and the Column nodes compute gradients of weights after grad_x.
@@ -416,9 +427,15 @@ at::Tensor column_row_mlp_autograd(const at::Tensor& x,
   }
   at::Tensor y, h1, h3;
   {
+    const bool joins = !is_traced(x);
     const at::AutoDispatchBelowADInplaceOrView below;
     std::tie(y, h1, h3) = dispatch::column_row_mlp_saving(
-        x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, sequence_size);
+        x, w1, w2, w3, b1, b2, b3, activation, group_name, sequence_dim, sequence_size, joins);
+    if (joins && h1.size(-1) != w1.size(0)) {
+      const auto hidden = Hidden::of_gate_up(h1);
+      h1 = hidden.h1;
+      h3 = hidden.h3;
+    }
   }
   const auto group = resolve_group(kOp, std::string(group_name));
   auto sequence = mlp_sequence_dim(x, sequence_dim, sequence_size, rank_in(group));

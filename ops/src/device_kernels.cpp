@@ -13,6 +13,8 @@ struct CpuKernels {
   static constexpr auto activation_backward = kernels::cpu::activation_backward;
   static constexpr auto gated_forward = kernels::cpu::gated_forward;
   static constexpr auto gated_backward = kernels::cpu::gated_backward;
+  static constexpr auto gate_up_forward = kernels::cpu::gate_up_forward;
+  static constexpr auto gate_up_backward = kernels::cpu::gate_up_backward;
   static constexpr auto dropout = kernels::cpu::dropout;
   static constexpr auto norm_forward = kernels::cpu::norm_forward;
   static constexpr auto norm_backward = kernels::cpu::norm_backward;
@@ -51,6 +53,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_activation_backward_meta(
           at::empty_symint(gate.sym_sizes(), gate.options())};
 }
 
+at::Tensor gate_up_activation_meta(const at::Tensor& gate_up, std::string_view name) {
+  checked_activation("weft::_gate_up_activation", name);
+  c10::SymDimVector sizes(gate_up.sym_sizes());
+  sizes.back() = sizes.back() / 2;
+  return at::empty_symint(sizes, gate_up.options());
+}
+
+std::tuple<at::Tensor, at::Tensor> gate_up_activation_backward_meta(const at::Tensor& grad,
+                                                                    const at::Tensor& gate_up,
+                                                                    std::string_view name) {
+  checked_activation("weft::_gate_up_activation_backward", name);
+  return {at::empty_symint(gate_up.sym_sizes(), gate_up.options()),
+          at::empty_symint(grad.sym_sizes(), gate_up.options())};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) { KernelAdapters<CpuKernels>::register_kernels(m); }
@@ -59,6 +76,8 @@ TORCH_LIBRARY_IMPL(weft, Meta, m) {
   m.impl("_activation_backward", TORCH_FN(activation_backward_meta));
   m.impl("_gated_activation", TORCH_FN(gated_activation_meta));
   m.impl("_gated_activation_backward", TORCH_FN(gated_activation_backward_meta));
+  m.impl("_gate_up_activation", TORCH_FN(gate_up_activation_meta));
+  m.impl("_gate_up_activation_backward", TORCH_FN(gate_up_activation_backward_meta));
 }
 
 }  // namespace weft::ops

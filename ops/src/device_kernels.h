@@ -56,6 +56,17 @@ struct KernelAdapters {
         grad, gate, up, checked_activation("weft::_gated_activation_backward", name));
   }
 
+  static at::Tensor gate_up_activation(const at::Tensor& gate_up, std::string_view name) {
+    return Kernels::gate_up_forward(gate_up, checked_activation("weft::_gate_up_activation", name));
+  }
+
+  static std::tuple<at::Tensor, at::Tensor> gate_up_activation_backward(const at::Tensor& grad,
+                                                                        const at::Tensor& gate_up,
+                                                                        std::string_view name) {
+    return Kernels::gate_up_backward(
+        grad, gate_up, checked_activation("weft::_gate_up_activation_backward", name));
+  }
+
   static at::Tensor dropout_of_shard(const at::Tensor& x,
                                      std::int64_t seed,
                                      double p,
@@ -141,6 +152,8 @@ struct KernelAdapters {
     m.impl("_activation_backward", TORCH_FN(activation_backward));
     m.impl("_gated_activation", TORCH_FN(gated_activation));
     m.impl("_gated_activation_backward", TORCH_FN(gated_activation_backward));
+    m.impl("_gate_up_activation", TORCH_FN(gate_up_activation));
+    m.impl("_gate_up_activation_backward", TORCH_FN(gate_up_activation_backward));
     m.impl("_dropout_of_shard", TORCH_FN(dropout_of_shard));
     m.impl("_norm", TORCH_FN(norm));
     m.impl("_norm_backward", TORCH_FN(norm_backward));

@@ -81,7 +81,8 @@ inline constexpr Operator<"weft::_column_row_mlp_saving",
                                                         string_view activation,
                                                         string_view group_name,
                                                         optional<int64_t> sequence_dim,
-                                                        optional<SymInt> sequence_size)>
+                                                        optional<SymInt> sequence_size,
+                                                        bool joins)>
     column_row_mlp_saving;
 
 inline constexpr Operator<
@@ -368,5 +369,12 @@ inline constexpr Operator<
     tuple<Tensor, Tensor, Tensor>(
         const Tensor& grad, const Tensor& gate, const Tensor& up, string_view activation)>
     gated_activation_backward;
+inline constexpr Operator<"weft::_gate_up_activation",
+                          Tensor(const Tensor& gate_up, string_view activation)>
+    gate_up_activation;
+inline constexpr Operator<"weft::_gate_up_activation_backward",
+                          tuple<Tensor, Tensor>(
+                              const Tensor& grad, const Tensor& gate_up, string_view activation)>
+    gate_up_activation_backward;
 
 }  // namespace weft::ops::dispatch

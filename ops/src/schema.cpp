@@ -87,11 +87,13 @@ TORCH_LIBRARY(weft, m) {
   define_effect(m, "pipeline_flush(str group_name) -> ()");
   define(m, "join(Tensor x, Tensor[] tokens) -> Tensor");
 
-  // (y, h1, h3): column_row_mlp and the tensors that its backward needs; h3 is [0] without w3.
+  // (y, h1, h3): column_row_mlp and the tensors that its backward needs; h3 is [0] without w3. If
+  // `joins`, and w1 and w3 are halves of one weight (gate_up.h), h1 may be h1 and h3 in one tensor
+  // [..., 2 * hidden], and h3 is [0]; a compiled graph passes false, because its shapes are fixed.
   define(m,
          "_column_row_mlp_saving(Tensor x, Tensor w1, Tensor w2, Tensor? w3, Tensor? b1, "
          "Tensor? b2, Tensor? b3, str activation, str group_name, int? sequence_dim, "
-         "SymInt? sequence_size) -> (Tensor, Tensor, Tensor)");
+         "SymInt? sequence_size, bool joins=False) -> (Tensor, Tensor, Tensor)");
   // (grad_x, grad_weight); [0] if not wanted.
   define(m,
          "_all_gather_linear_backward(Tensor grad_y, Tensor x, Tensor weight, int dim, "
@@ -153,6 +155,12 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "_gated_activation_backward(Tensor grad, Tensor gate, Tensor up, str activation) -> "
          "(Tensor, Tensor, Tensor)");
+  // gate_up [..., 2 * hidden] has gate and up as its halves. -> [..., hidden]
+  define(m, "_gate_up_activation(Tensor gate_up, str activation) -> Tensor");
+  // (grad_gate_up, act(gate) * up)
+  define(m,
+         "_gate_up_activation_backward(Tensor grad, Tensor gate_up, str activation) -> (Tensor, "
+         "Tensor)");
   define(m,
          "_vocab_embedding_backward(Tensor grad, Tensor input, SymInt num_rows, int vocab_start) "
          "-> Tensor");

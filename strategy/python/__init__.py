@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weft.strategy.export import export_local
     from weft.strategy.full_results import full, local_parameters
     from weft.strategy.modules.activation_checkpointing import checkpoint_activations
+    from weft.strategy.modules.gate_up import join_gate_up
     from weft.strategy.optimizers.fused_optimizers import fuse
     from weft.strategy.optimizers.in_backward import StepInBackward
     from weft.strategy.pipeline import Pipeline
@@ -41,6 +42,7 @@ _MODULES = {
     "export": ("export_local",),
     "full_results": ("full", "local_parameters"),
     "modules.activation_checkpointing": ("checkpoint_activations",),
+    "modules.gate_up": ("join_gate_up",),
     "optimizers.fused_optimizers": ("fuse",),
     "optimizers.in_backward": ("StepInBackward",),
     "pipeline": ("Pipeline", "draw"),
@@ -82,6 +84,7 @@ __all__ = [
     "full",
     "fuse",
     "gradient_fingerprint",
+    "join_gate_up",
     "local_of",
     "local_parameters",
     "parallelize",

@@ -17,6 +17,8 @@ from support.models import Llama, LlamaArgs
 from support.ranks import on_ranks
 from weft.lightning import WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
+from weft.nn.gate_up import are_joined
+from weft.strategy import local_of
 
 NUM_STEPS = 8
 BASELINE = {"plan": "auto", "fused_optimizers": False, "empty_init": False}
@@ -86,6 +88,52 @@ def test_losses_match_baseline(rank: int, world_size: int, tmp_path: Path, optim
     assert fused == pytest.approx(expected, rel=1e-6, abs=0)
     for name, options in BITWISE_EQUAL.items():
         assert _losses(world_size, tmp_path, optimizer, fused_optimizers=True, **options) == fused, name
+
+
+@on_ranks(2, keeps_groups=True)
+def test_joined_weights_train_to_the_same_losses(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    expected = _losses(world_size, tmp_path, "SGD")
+    for options in ({}, {"optimizer_in_backward": "rows"}, {"plan": RECOMPUTE, "empty_init": True}):
+        model = Model("SGD")
+        strategy = WeftModelParallelStrategy(**{**BASELINE, **options}, join_gate_up=True)
+        trainer(world_size, strategy, tmp_path).fit(model, _batches())
+        assert model.losses == pytest.approx(expected, rel=1e-5, abs=0), options
+        layers = model.model.layers
+        joined = [
+            are_joined(local_of(each.feed_forward.w1.weight), local_of(each.feed_forward.w3.weight)) for each in layers
+        ]
+        assert joined == [True] * len(layers), options
+
+
+@on_ranks(2, keeps_groups=True)
+def test_joined_weights_under_fabric(rank: int, world_size: int) -> None:
+    on_warm_rank(rank, world_size)
+    results = []
+    for joins in (False, True):
+        torch.manual_seed(0)
+        fabric = Fabric(accelerator="cpu", devices=world_size, strategy=FabricStrategy(plan="auto", join_gate_up=joins))
+        fabric.launch()
+        model = fabric.setup(Llama(LlamaArgs()))
+        mlp = model.layers[0].feed_forward
+        assert are_joined(local_of(mlp.w1.weight), local_of(mlp.w3.weight)) == joins
+        fabric.backward(model(torch.arange(36).view(3, 12)).square().mean())
+        results.append([p.grad.to_local() for p in model.parameters()])
+    for joined, separate in zip(*results, strict=True):
+        torch.testing.assert_close(joined, separate, rtol=1e-4, atol=1e-7)
+
+
+@on_ranks(2, keeps_groups=True)
+def test_join_gate_up_raises_where_it_has_no_effect(rank: int, world_size: int, tmp_path: Path) -> None:
+    on_warm_rank(rank, world_size)
+    with pytest.raises(ValueError, match="join_gate_up=True without a plan that fuses MLPs; pass plan='auto'"):
+        WeftModelParallelStrategy(join_gate_up=True)
+    strategy = WeftModelParallelStrategy(plan="auto", data_parallel_size=2, join_gate_up=True)
+    with pytest.raises(ValueError, match=r"join_gate_up=True with 2 data-parallel ranks.*pass zero_stage=1 or 0"):
+        trainer(world_size, strategy, tmp_path).fit(Model(), _batches())
+    strategy = WeftModelParallelStrategy(plan={"*": "replicate"}, join_gate_up=True)
+    with pytest.raises(ValueError, match="makes no gated MLP without biases one operator; give such an MLP the style"):
+        trainer(world_size, strategy, tmp_path).fit(Model(), _batches())
 
 
 @on_ranks(2)

@@ -28,6 +28,7 @@ from ops import (
     test_attention,
     test_cross_entropy,
     test_dropout,
+    test_gate_up,
     test_gradient_order,
     test_heads,
     test_norms,
@@ -54,6 +55,7 @@ test_number_of_messages_on_cpu = on_device("cpu", test_pipeline.test_number_of_m
 test_linears_and_embedding = on_device("cuda", test_sharded.test_linears_and_embedding)
 test_column_row_mlp = on_device("cuda", test_sharded.test_column_row_mlp)
 test_sequence_column_row_mlp = on_device("cuda", test_sequence_mlp.test_values_and_gradients)
+test_joined_weights = on_device("cuda", test_gate_up.test_matches_the_unsharded_mlp)
 test_order_of_gradients = on_device("cuda", test_gradient_order.test_plain_weights)
 test_steps_in_hooks = on_device("cuda", test_gradient_order.test_step_in_hook_matches_step_after_backward)
 

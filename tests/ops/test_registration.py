@@ -75,9 +75,11 @@ PRIVATE: dict[str, tuple[object, ...]] = {
     "_activation_backward": (torch.randn(3, 5), torch.randn(3, 5), "gelu"),
     "_gated_activation": (torch.randn(3, 5), torch.randn(3, 5), "gelu_tanh"),
     "_gated_activation_backward": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3, 5), "relu"),
+    "_gate_up_activation": (torch.randn(3, 10), "gelu_tanh"),
+    "_gate_up_activation_backward": (torch.randn(3, 5), torch.randn(3, 10), "relu"),
     "_vocab_embedding_backward": (torch.randn(2, 5), torch.tensor([1, 3]), 3, 1),
     "_column_row_mlp_saving": (
-        torch.randn(3, 5), torch.randn(6, 5), torch.randn(4, 6), None, None, None, None, "silu", "", 0, None,
+        torch.randn(3, 5), torch.randn(6, 5), torch.randn(4, 6), None, None, None, None, "silu", "", 0, None, False,
     ),
 }  # fmt: skip
 

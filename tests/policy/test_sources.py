@@ -71,6 +71,7 @@ def test_public_names_of_weft() -> None:
         "VocabParallelCrossEntropy",
         "VocabParallelEmbedding",
         "VocabParallelLinearCrossEntropy",
+        "join_gate_up",
         "kv_groups",
         "rebind_group",
         "shard_qkv",

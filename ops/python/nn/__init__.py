@@ -7,6 +7,7 @@ torch.export. Group names differ from job to job: `rebind_group` gives a loaded 
 from weft.nn.attention import ParallelAttention
 from weft.nn.dropout import Dropout
 from weft.nn.embedding import VocabParallelEmbedding
+from weft.nn.gate_up import join_gate_up
 from weft.nn.heads import kv_groups, shard_qkv
 from weft.nn.linear import AllGatherLinear, ColumnLinear, LinearReduceScatter, RowLinear, ShardedLinear
 from weft.nn.loss import VocabParallelCrossEntropy, VocabParallelLinearCrossEntropy
@@ -29,6 +30,7 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "VocabParallelLinearCrossEntropy",
+    "join_gate_up",
     "kv_groups",
     "rebind_group",
     "shard_qkv",

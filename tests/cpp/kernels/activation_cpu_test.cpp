@@ -16,7 +16,9 @@ KernelsUnderTest kernels_under_test() {
           .activation_forward = cpu::activation_forward,
           .activation_backward = cpu::activation_backward,
           .gated_forward = cpu::gated_forward,
-          .gated_backward = cpu::gated_backward};
+          .gated_backward = cpu::gated_backward,
+          .gate_up_forward = cpu::gate_up_forward,
+          .gate_up_backward = cpu::gate_up_backward};
 }
 
 namespace {

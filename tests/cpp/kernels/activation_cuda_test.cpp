@@ -11,7 +11,9 @@ KernelsUnderTest kernels_under_test() {
           .activation_forward = cuda::activation_forward,
           .activation_backward = cuda::activation_backward,
           .gated_forward = cuda::gated_forward,
-          .gated_backward = cuda::gated_backward};
+          .gated_backward = cuda::gated_backward,
+          .gate_up_forward = cuda::gate_up_forward,
+          .gate_up_backward = cuda::gate_up_backward};
 }
 
 }  // namespace weft::kernels::testing

@@ -183,6 +183,27 @@ TEST_P(ActivationCases, GatedMatchesReference) {
       [&](std::size_t i) { return std::abs(grads[i] * gates[i]); });
 }
 
+// The same kernel computes with other positions, so that no bit differs.
+TEST_P(ActivationCases, GateUpMatchesGated) {
+  const Case& c = GetParam();
+  const at::Tensor gate = random(c);
+  const at::Tensor up = random(c);
+  const at::Tensor grad_h = random(c);
+  const at::Tensor gate_up = at::cat({gate, up}, -1);
+
+  const at::Tensor h = kernels_.gate_up_forward(gate_up, c.activation);
+  const auto [grad_gate_up, h_again] = kernels_.gate_up_backward(grad_h, gate_up, c.activation);
+
+  expect_result_like(h, gate);
+  expect_result_like(h_again, gate);
+  expect_result_like(grad_gate_up, gate_up);
+  EXPECT_TRUE(at::equal(h, kernels_.gated_forward(gate, up, c.activation)));
+  const auto [grad_gate, grad_up, expected_h] =
+      kernels_.gated_backward(grad_h, gate, up, c.activation);
+  EXPECT_TRUE(at::equal(h_again, expected_h));
+  EXPECT_TRUE(at::equal(grad_gate_up, at::cat({grad_gate, grad_up}, -1)));
+}
+
 INSTANTIATE_TEST_SUITE_P(All, ActivationCases, ::testing::ValuesIn(all_cases()), case_name);
 
 // An element's result does not depend on the packs in which the kernel reads it.
@@ -204,6 +225,34 @@ TEST_F(ActivationKernels, EachOperandMayBeUnaligned) {
       EXPECT_TRUE(at::equal(results_of(unaligned), expected))
           << c10::toString(type) << ", operand " << unaligned;
     }
+  }
+}
+
+TEST_F(ActivationKernels, GateUpOfMoreThan65536Elements) {
+  const at::Tensor gate_up = on_device(at::randn({300, 2 * 256}));
+  EXPECT_TRUE(
+      at::equal(kernels_.gate_up_forward(gate_up, Activation::kRelu),
+                kernels_.gated_forward(
+                    gate_up.narrow(1, 0, 256), gate_up.narrow(1, 256, 256), Activation::kRelu)));
+}
+
+// Rows of 64 elements are read in packs, unless an operand is not aligned.
+TEST_F(ActivationKernels, EachOperandOfGateUpMayBeUnaligned) {
+  for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
+    const at::Tensor gate_up = at::randn({3, 128}, at::kDouble).to(type);
+    const at::Tensor grad_h = at::randn({3, 64}, at::kDouble).to(type);
+    const auto results_of = [&](int64_t grad_offset, int64_t gate_up_offset) {
+      const auto at_offset = [&](const at::Tensor& values, int64_t offset) {
+        const at::Tensor storage = on_device(at::zeros({values.numel() + 1}, type));
+        return storage.narrow(0, offset, values.numel()).view(values.sizes()).copy_(values);
+      };
+      const auto [grad_gate_up, h] = kernels_.gate_up_backward(
+          at_offset(grad_h, grad_offset), at_offset(gate_up, gate_up_offset), Activation::kSilu);
+      return at::cat({grad_gate_up, h}, -1);
+    };
+    const at::Tensor expected = results_of(0, 0);
+    EXPECT_TRUE(at::equal(results_of(1, 0), expected)) << c10::toString(type);
+    EXPECT_TRUE(at::equal(results_of(0, 1), expected)) << c10::toString(type);
   }
 }
 
@@ -360,6 +409,13 @@ TEST_F(ActivationKernels, RejectsMismatchedOperands) {
       },
       "activation_backward got grad_h of shape [3, 2] but x of shape [2, 3]; pass tensors of one "
       "shape.");
+  expect_error([&] { kernels_.gate_up_forward(x, Activation::kSilu); },
+               "gate_up_forward got gate_up of shape [2, 3]; pass a tensor whose last dim has gate "
+               "in its first half and up in its second.");
+  const at::Tensor gate_up = on_device(at::zeros({2, 6}));
+  expect_error([&] { kernels_.gate_up_backward(gate_up, gate_up, Activation::kSilu); },
+               "gate_up_backward got grad_h of shape [2, 6] but gate_up of shape [2, 6]; pass a "
+               "grad_h with half as many columns.");
 }
 
 }  // namespace

@@ -21,6 +21,10 @@ struct KernelsUnderTest {
                                                                    const at::Tensor&,
                                                                    const at::Tensor&,
                                                                    Activation);
+  at::Tensor (*gate_up_forward)(const at::Tensor&, Activation);
+  std::tuple<at::Tensor, at::Tensor> (*gate_up_backward)(const at::Tensor&,
+                                                         const at::Tensor&,
+                                                         Activation);
 };
 
 KernelsUnderTest kernels_under_test();

@@ -110,6 +110,44 @@ TEST_F(LargeArrays, Activation) {
   EXPECT_NE(values_of(h, begin, 85), std::vector<double>(85, 0.0));
 }
 
+// More than 2^32 elements of h in two rows, whose positions need a division of 64-bit integers.
+TEST_F(LargeArrays, GateUpActivation) {
+  const int64_t row_size = kTwoTo31 + 2048 + 48;
+  const int64_t size = 2 * row_size;
+  SparseArray<BFloat16> gate_up(2 * size), grad_h(size), h(size), grad_gate_up(2 * size);
+  const auto gate_begin = 2 * size - row_size - 48, up_begin = 2 * size - 48;
+  gate_up.fill(gate_begin, 48);
+  gate_up.fill(up_begin, 48);
+  grad_h.fill(size - 48, 48);
+  detail::ActivationJob job{.op = detail::ActivationOp::kGatedBackward,
+                            .activation = Activation::kSilu,
+                            .type = detail::StorageType::kBFloat16,
+                            .num_elements = size,
+                            .row_size = row_size,
+                            .grad_h = grad_h.at(0),
+                            .x = gate_up.at(0),
+                            .up = gate_up.at(row_size),
+                            .h = h.at(0),
+                            .grad_x = grad_gate_up.at(0),
+                            .grad_up = grad_gate_up.at(row_size)};
+  cuda::launch_activation(job, kDevice);
+
+  SparseArray<BFloat16> last_h(48), last_grad_gate(48), last_grad_up(48);
+  job.num_elements = 48;
+  job.row_size = 0;
+  job.grad_h = grad_h.at(size - 48);
+  job.x = gate_up.at(gate_begin);
+  job.up = gate_up.at(up_begin);
+  job.h = last_h.at(0);
+  job.grad_x = last_grad_gate.at(0);
+  job.grad_up = last_grad_up.at(0);
+  cuda::launch_activation(job, kDevice);
+  EXPECT_EQ(values_of(h, size - 48, 48), values_of(last_h, 0, 48));
+  EXPECT_EQ(values_of(grad_gate_up, gate_begin, 48), values_of(last_grad_gate, 0, 48));
+  EXPECT_EQ(values_of(grad_gate_up, up_begin, 48), values_of(last_grad_up, 0, 48));
+  EXPECT_NE(values_of(h, size - 48, 48), std::vector<double>(48, 0.0));
+}
+
 // More than 2^32 elements in two runs, whose positions need a division of 64-bit integers.
 TEST_F(LargeArrays, Dropout) {
   const int64_t size = 2 * kTwoTo31 + 2048 + 48;

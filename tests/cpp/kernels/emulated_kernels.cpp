@@ -18,8 +18,8 @@ namespace {
 struct EmulatedDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
 
-  static at::Tensor empty_like(const at::Tensor& like) {
-    return at::empty(like.sizes(), like.options());
+  static at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like) {
+    return at::empty(sizes, like.options());
   }
 
   static at::Tensor params(const at::Tensor& params, at::ScalarType /*scalar*/) { return params; }
@@ -86,6 +86,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(const at::Tensor& 
                                                               const at::Tensor& up,
                                                               Activation activation) {
   return Activations::gated_backward(grad_h, gate, up, activation);
+}
+
+at::Tensor gate_up_forward(const at::Tensor& gate_up, Activation activation) {
+  return Activations::gate_up_forward(gate_up, activation);
+}
+
+std::tuple<at::Tensor, at::Tensor> gate_up_backward(const at::Tensor& grad_h,
+                                                    const at::Tensor& gate_up,
+                                                    Activation activation) {
+  return Activations::gate_up_backward(grad_h, gate_up, activation);
 }
 
 at::Tensor cross_entropy_statistics(const CrossEntropyStatisticsArguments& arguments) {

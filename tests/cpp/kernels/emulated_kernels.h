@@ -19,6 +19,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(const at::Tensor& 
                                                               const at::Tensor& gate,
                                                               const at::Tensor& up,
                                                               Activation activation);
+at::Tensor gate_up_forward(const at::Tensor& gate_up, Activation activation);
+std::tuple<at::Tensor, at::Tensor> gate_up_backward(const at::Tensor& grad_h,
+                                                    const at::Tensor& gate_up,
+                                                    Activation activation);
 
 at::Tensor cross_entropy_statistics(const CrossEntropyStatisticsArguments& arguments);
 void cross_entropy_gradient(const CrossEntropyGradientArguments& arguments,

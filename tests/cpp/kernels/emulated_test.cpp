@@ -52,7 +52,9 @@ KernelsUnderTest kernels_under_test() {
           .activation_forward = emulated::activation_forward,
           .activation_backward = emulated::activation_backward,
           .gated_forward = emulated::gated_forward,
-          .gated_backward = emulated::gated_backward};
+          .gated_backward = emulated::gated_backward,
+          .gate_up_forward = emulated::gate_up_forward,
+          .gate_up_backward = emulated::gate_up_backward};
 }
 
 cross_entropy::KernelsUnderTest cross_entropy::kernels_under_test() {
