@@ -77,7 +77,7 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   options->group_name = group_name;
   options->global_ranks_in_group = global_ranks;
   options->staging_limit_bytes = staging_limit_bytes;
-  // The options keep the callable after this call, so its deleter must take the GIL.
+  // The options keep the callable after this call returns, so its deleter must acquire the GIL.
   const auto callable =
       std::shared_ptr<py::function>(new py::function(make_transport), [](py::function* held) {
         const py::gil_scoped_acquire gil;
@@ -100,8 +100,8 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::St
   return ops::make_backend(store, rank, size, std::move(options));
 }
 
-// Ends the process after `delay`, even if its exit blocks, for example on a thread that waits for a
-// rank that has ended. Works without the interpreter, which may be finalized by then.
+// Ends the process after `delay` (seconds), even if its normal exit blocks, for example on a thread
+// that waits for a lost rank. Does not use the interpreter, which may be finalized by then.
 void exit_after(std::chrono::duration<double> delay, int status) {
   std::thread([delay, status] {
     std::this_thread::sleep_for(delay);

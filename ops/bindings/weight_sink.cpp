@@ -10,7 +10,7 @@
 namespace weft {
 namespace {
 
-// Throws `error` as a python_error, of which the autograd engine keeps the Python class.
+// Throws `error` as a python_error: the autograd engine preserves its Python class.
 [[noreturn]] void throw_in_python(py::error_already_set& error) {
   error.restore();
   python_error persistent;
@@ -18,7 +18,7 @@ namespace {
   throw std::move(persistent);
 }
 
-// A sink whose methods call those of the same names of a Python object.
+// A sink whose methods call the methods of the same names of a Python object.
 class PythonSink final : public ops::WeightSink {
  public:
   explicit PythonSink(py::object sink) : sink_(std::move(sink)) {}

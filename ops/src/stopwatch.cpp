@@ -9,13 +9,13 @@ namespace {
 
 class CpuStopwatch final : public Stopwatch {
  public:
-  void stop() override { taken_ = Clock::now() - start_; }
-  double seconds() const override { return taken_.count(); }
+  void stop() override { elapsed_ = Clock::now() - start_; }
+  double seconds() const override { return elapsed_.count(); }
 
  private:
   using Clock = std::chrono::steady_clock;
   const Clock::time_point start_ = Clock::now();
-  std::chrono::duration<double> taken_{};
+  std::chrono::duration<double> elapsed_{};
 };
 
 std::atomic<bool (*)(const c10::Device&)> can_time_on_cuda{nullptr};

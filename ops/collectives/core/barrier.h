@@ -15,8 +15,7 @@ class Barrier {
   // Arrives at the next phase. Ranks that see the phase complete see all that this rank wrote to
   // shared memory before it arrived. The last rank to arrive wakes the others.
   void arrive();
-  // Whether all ranks have arrived at the current phase: the one that this rank's latest arrive()
-  // was for.
+  // Whether all ranks have arrived at the current phase, that of this rank's latest arrive().
   bool is_complete() const;
   // Whether `rank` has arrived at the current phase.
   bool has_arrived(int rank) const;

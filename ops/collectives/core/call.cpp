@@ -33,11 +33,13 @@ int64_t total(const std::vector<int64_t>& counts) {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});
 }
 
-// Returns a hash of the dims for which the header has no room; ranks compare it instead.
+// Returns a hash of the dims for which the header has no room; ranks compare the hash instead of
+// these dims.
 int64_t digest(std::span<const int64_t> sizes) {
-  uint64_t sum = 0;
-  for (const int64_t size : sizes) sum = sum * 0x9E3779B97F4A7C15ULL + static_cast<uint64_t>(size);
-  return static_cast<int64_t>(sum);
+  uint64_t hash = 0;
+  for (const int64_t size : sizes)
+    hash = hash * 0x9E3779B97F4A7C15ULL + static_cast<uint64_t>(size);
+  return static_cast<int64_t>(hash);
 }
 
 SignatureHeader header_of(Op op, DType dtype, int64_t num_elements, int root = -1) {

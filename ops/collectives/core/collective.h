@@ -6,18 +6,18 @@
 // Every rank has staging buffers in shared memory, through which tensors pass one chunk at a time.
 // A chunk goes through these stages, with a barrier between two stages:
 //   fill     a rank writes its data into its own buffer,
-//   combine  (some collectives) it reads what all ranks have filled, and writes its segment of the
-//            result into its own buffer,
-//   drain    it reads the buffers of the ranks into its result.
+//   combine  (some collectives) a rank reads the filled buffers of all ranks, and writes its
+//            segment of the result into its own buffer,
+//   drain    a rank reads the buffers of all ranks into its result.
 // Chunks are pipelined: at step s a rank combines chunk s - 1, fills chunk s, drains chunk s - 1
-// (s - 2 in a collective that combines), and arrives at the barrier. So a collective of n chunks
-// waits n times, or n + 1 times if it combines.
+// (s - 2 in a collective that combines), and arrives at the barrier. Therefore a collective of n
+// chunks waits n times, or n + 1 times if it combines.
 //
-// A rank has two buffers of two halves each. Successive chunks use two halves in turn, or three if
-// they are combined, or the two full buffers; a single chunk may use one full buffer. A half is
-// refilled only at a step that begins after all ranks have drained it. At its last arrival a rank
-// has drained all but the last chunk, so the next collective begins in the buffer that does not
-// hold that chunk.
+// A rank has two buffers of two halves each. Successive chunks rotate through two halves, through
+// three halves if the collective combines, or through the two full buffers; a single chunk may use
+// one full buffer. A half is refilled only at a step that begins after all ranks have drained it.
+// At its last arrival a rank has drained all but the last chunk, so the next collective begins in
+// the buffer that does not hold that chunk.
 
 #include "barrier.h"
 #include "call.h"
@@ -52,7 +52,7 @@ class Staging {
 // collectives have the same `sequence` and `buffer`.
 struct CollectiveCursor {
   Barrier barrier;
-  uint64_t sequence = 0;  // collectives begun
+  uint64_t sequence = 0;  // number of collectives begun
   int buffer = 0;  // 0 or 1: the staging buffer of the first chunk of this or the next collective
 };
 

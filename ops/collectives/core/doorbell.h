@@ -8,8 +8,8 @@
 
 namespace weft::collectives {
 
-// One per rank, in shared memory. A rank that changes something the owner may be waiting for rings
-// afterwards. The owner:
+// One per rank, in shared memory. A rank that has changed state for which the owner may wait rings
+// the owner's doorbell. The owner:
 //
 //   const uint32_t num_rings = doorbell.start_listening();
 //   if (there is nothing to do) doorbell.sleep(num_rings, max_time);

@@ -12,13 +12,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// The driver checks for lost peers and passed deadlines at this interval. It may sleep for as long
-// again before a check, so that detection takes up to twice this time.
+// The driver checks for lost peers and passed deadlines at this interval. It may sleep for one more
+// interval before a check, so detection takes up to twice this time.
 constexpr std::chrono::milliseconds kCheckInterval{25};
 
 // How the background thread waits to drive. Most callers wait for their result sooner than
-// kBackgroundPollInterval, and waking a thread for each operation would cost more than a small
-// operation: so the thread polls at this interval while there is work. After more than
+// kBackgroundPollInterval, and waking a thread for each operation would take longer than a small
+// operation. Therefore the thread polls at this interval while there is work. After more than
 // kIdlePollsBeforeSleep polls without work it sleeps until wake_background().
 constexpr std::chrono::microseconds kBackgroundPollInterval{300};
 constexpr int kIdlePollsBeforeSleep = 10;
@@ -28,17 +28,19 @@ int num_processors() {
   return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
-// If every rank has a processor, spinning for some microseconds is cheaper than a wake-up. If ranks
-// share processors, the rank that is waited for may need this processor.
+// Returns how many times a driver polls before it yields. If every rank has a processor, spinning
+// for some microseconds is cheaper than a wake-up. If ranks share processors, the rank that this
+// rank waits for may need this processor.
 int spins_for(int num_ranks) { return num_ranks <= num_processors() ? 2000 : 20; }
 
 // After spinning, a rank yields its processor, perhaps to the rank it waits for, before it sleeps:
 // waking up takes longer than most operations. Measured on 2 processors with
-// benchmarks/collectives.py: 4 KiB all-reduce on 4 ranks 280 to 430 us without, 75 to 90 with.
+// benchmarks/collectives.py: a 4 KiB all-reduce on 4 ranks takes 280 to 430 us without yields and
+// 75 to 90 us with them.
 constexpr int kYields = 500;
 
-// The engine that this thread drives, or null: an on_done may call wait() on the engine that runs
-// it.
+// The engine that this thread drives, or null. wait() needs it, because an on_done may call wait()
+// on the engine that runs the on_done.
 thread_local const Engine* driven_engine = nullptr;
 
 class Driving {
@@ -79,7 +81,7 @@ void Engine::check_not_forked() const {
 void Engine::check_usable() const {
   check_not_forked();
   if (auto error = failure()) std::rethrow_exception(error);
-  if (is_left_) {
+  if (has_left_) {
     throw GroupAbortedError(
         "weft: got a call on group '" + options_.name +
         "', which this rank has left (destroy_process_group); create a new group");
@@ -123,7 +125,7 @@ void Engine::begin(Operation& operation, bool in_background, std::unique_lock<st
 std::byte* Engine::acquire_scratch(size_t num_bytes) {
   const std::lock_guard lock(mutex_);
   const bool is_idle = !is_driven_ && num_unfinished_ == 0 && !is_scratch_acquired_;
-  if (!is_idle || num_bytes > shared_.staging_bytes() || is_left_) return nullptr;
+  if (!is_idle || num_bytes > shared_.staging_bytes() || has_left_) return nullptr;
   if (fork_generation() != fork_generation_) return nullptr;
   is_scratch_acquired_ = true;
   // No rank reads this buffer any more: this rank has passed the last barrier of the previous
@@ -133,7 +135,7 @@ std::byte* Engine::acquire_scratch(size_t num_bytes) {
 
 void Engine::submit_scratch(OperationPtr operation) {
   std::unique_lock lock(mutex_);
-  scratch_operation_ = operation;  // the driver takes it first, see take_inbox
+  scratch_operation_ = operation;  // the driver runs it first, see take_inbox
   begin(*operation, /*in_background=*/false, lock);
 }
 
@@ -154,7 +156,7 @@ void Engine::wake_background() {
 void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
   if (operation.is_done()) return;
   check_not_forked();
-  if (driven_engine == this && operation.is_finishing()) return;  // all but its on_done is complete
+  if (driven_engine == this && operation.is_finishing()) return;  // its data is complete
   if (timeout.count() > 0) {  // the driver reads the new deadline at its next check
     const auto until = Clock::now() + timeout;
     auto before = operation.deadline.load();
@@ -193,25 +195,25 @@ void Engine::poll() {
 void Engine::run_in_background() {
   std::unique_lock lock(mutex_);
   int num_idle_polls = 0;
-  while (!is_left_) {
+  while (!has_left_) {
     num_idle_polls = num_unfinished_ == 0 ? num_idle_polls + 1 : 0;
     if (num_idle_polls > kIdlePollsBeforeSleep) {
       background_sleeps_ = true;
       background_wakes_.wait(lock, [&] { return !background_sleeps_; });
     }
     background_wakes_.wait_for(lock, kBackgroundPollInterval);
-    if (is_left_ || is_driven_ || num_unfinished_ == 0 || num_waiting_ > 0) continue;
+    if (has_left_ || is_driven_ || num_unfinished_ == 0 || num_waiting_ > 0) continue;
     drive_unlocked(lock, [this] { drive(nullptr); });
   }
 }
 
-// Drives until `until` is done; if it is null, until nothing is pending, another thread waits, or
-// this rank has left the group.
+// Drives until `until` is done; if `until` is null, until nothing is pending, another thread waits,
+// or this rank has left the group.
 void Engine::drive(const Operation* until) {
   Doorbell& doorbell = shared_.rank(options_.rank).doorbell;
   const auto is_over = [&] {
     if (until != nullptr) return until->is_done();
-    return num_unfinished_ == 0 || num_waiting_ > 0 || is_left_;
+    return num_unfinished_ == 0 || num_waiting_ > 0 || has_left_;
   };
   // The background thread does not spin or yield: it leaves the processor to threads that compute.
   const int num_spins = until == nullptr ? 0 : num_spins_;
@@ -227,7 +229,7 @@ void Engine::drive(const Operation* until) {
       pause();
       continue;
     }
-    // Checked before each yield, which may last a time slice on a busy machine.
+    // Check before each yield: a yield may last a time slice on a busy machine.
     if (const auto now = Clock::now(); now >= next_check_) {
       next_check_ = now + kCheckInterval;
       check_health();
@@ -251,7 +253,7 @@ void Engine::take_inbox() {
     taken.swap(inbox_);
     has_inbox_.store(false);
     if (scratch_operation_) {
-      // Before the collectives submitted since acquire_scratch(), which wait for it.
+      // The collectives submitted since acquire_scratch() wait for this operation.
       collectives_.push_front(
           std::dynamic_pointer_cast<Collective>(std::exchange(scratch_operation_, nullptr)));
       is_scratch_acquired_ = false;
@@ -319,7 +321,7 @@ bool Engine::advance() {
                       "' failed inside an operation: " + error.what()));
     moved = true;
   }
-  if (is_left_ && num_unfinished_ > 0) {
+  if (has_left_ && num_unfinished_ > 0) {
     fail_all(std::make_exception_ptr(
         GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " left group '" +
                           options_.name + "' before this operation was done")));
@@ -347,10 +349,10 @@ void Engine::fail_with_mismatch(const std::string& text) {
 }
 
 void Engine::leave() {
-  if (fork_generation() != fork_generation_ || is_left_.exchange(true)) return;
+  if (fork_generation() != fork_generation_ || has_left_.exchange(true)) return;
   shared_.rank(options_.rank).state.store(RankState::kLeft);
   for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).doorbell.ring();
-  poll();  // a thread that already drives has been woken and does the same
+  poll();  // if another thread drives, the doorbell has woken it and it does the same
   const std::lock_guard lock(mutex_);
   changed_.notify_all();
   background_sleeps_ = false;
@@ -358,9 +360,9 @@ void Engine::leave() {
 }
 
 std::shared_ptr<Engine> make_engine(const Store& store, const GroupOptions& options) {
-  const unsigned made_in = fork_generation();
-  return {new Engine(store, options), [made_in](Engine* engine) {
-            if (fork_generation() == made_in) delete engine;
+  const unsigned generation = fork_generation();
+  return {new Engine(store, options), [generation](Engine* engine) {
+            if (fork_generation() == generation) delete engine;
           }};
 }
 

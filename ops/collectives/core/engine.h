@@ -1,9 +1,9 @@
 #pragma once
 
 // Runs the operations that a rank starts in its group. One thread at a time, the driver, makes
-// progress on all of them, on collectives in the order in which they were started. A thread drives
-// while it waits for an operation, and without waiting when it submits one or polls. A background
-// thread, started on demand, drives while no other thread waits.
+// progress on all operations; it runs collectives in the order in which they were submitted. A
+// thread drives while it waits for an operation, and once, without waiting, when it submits one or
+// polls. A background thread, started on demand, drives while no other thread waits.
 //
 // Thread-safe.
 
@@ -67,7 +67,7 @@ class Engine final : public Group {
     shared_.rank(options_.rank).waits_for.store(remote_rank, std::memory_order_relaxed);
   }
   // Fails the group if the process of a rank has ended without leaving the group. For a caller that
-  // waits outside of this engine; `what` names the operation it waits for, for the error message.
+  // waits outside of this engine; `what` names the caller's operation in the error message.
   void check_peers(const std::string& what);
 
  private:
@@ -82,7 +82,7 @@ class Engine final : public Group {
   void check_health();
   void fail_late(const Operation& operation);
 
-  // These two run on any thread.
+  // The following two may run on any thread.
   bool ended_without_leaving(int peer) const;
   std::exception_ptr fail_lost(int peer, const char* how, const std::string& what);
 
@@ -106,13 +106,13 @@ class Engine final : public Group {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool is_driven_ = false;
-  std::atomic<bool> is_left_{false};
-  std::atomic<int> num_waiting_{0};  // threads that wait to drive or for an operation
+  std::atomic<bool> has_left_{false};
+  std::atomic<int> num_waiting_{0};  // threads in wait() while another one drives
   std::atomic<int> num_unfinished_{0};
   std::vector<OperationPtr> inbox_;
   std::atomic<bool> has_inbox_{false};
-  OperationPtr scratch_operation_;                // runs before those in the inbox
-  std::atomic<bool> is_scratch_acquired_{false};  // while it is, no collective begins
+  OperationPtr scratch_operation_;                // runs before the inbox's operations
+  std::atomic<bool> is_scratch_acquired_{false};  // while true, no collective begins
   std::thread background_;
   bool background_sleeps_ = false;
   std::condition_variable background_wakes_;
@@ -124,7 +124,7 @@ class Engine final : public Group {
   std::chrono::steady_clock::time_point next_check_;
 };
 
-// Makes an engine that a forked child does not destroy.
+// Returns a new engine, which a forked child does not destroy.
 std::shared_ptr<Engine> make_engine(const Store& store, const GroupOptions& options);
 
 }  // namespace weft::collectives

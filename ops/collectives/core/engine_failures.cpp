@@ -49,7 +49,7 @@ std::exception_ptr Engine::fail_lost(int peer, const char* how, const std::strin
   return fail(ErrorKind::kPeerLost,
               "weft: " + name_of_rank(shared_, peer) + " of group '" + options_.name + "' " + how +
                   " while rank " + std::to_string(options_.rank) + " waited for it in " + what +
-                  "; see its own output for why");
+                  "; see that rank's output for the cause");
 }
 
 // The order matters: a peer that leaves and ends between the two checks counts as having left.

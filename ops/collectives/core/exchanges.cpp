@@ -35,8 +35,8 @@ class Exchange : public Collective {
 // It copies its input to its staging buffer, from which the receiving ranks copy.
 class UniformExchange final : public Exchange {
  public:
-  // outputs: by source rank, with null data for ranks from which this rank receives nothing. May
-  // end before the last rank: see make_exchange.
+  // outputs: by source rank, with null data for ranks from which this rank receives nothing. The
+  // list may end before the last rank: see make_exchange.
   explicit UniformExchange(CollectiveCall call) : Exchange(std::move(call)) {}
 
  protected:
@@ -73,8 +73,7 @@ class UniformExchange final : public Exchange {
 // each destination rank.
 class PersonalizedExchange final : public Exchange {
  public:
-  // inputs: by destination rank, or empty. outputs: by source rank, with null data for ranks from
-  // which this rank receives nothing. May end before the last rank: see make_exchange.
+  // inputs: by destination rank, or empty. outputs: as in UniformExchange.
   explicit PersonalizedExchange(CollectiveCall call) : Exchange(std::move(call)) {}
 
  protected:

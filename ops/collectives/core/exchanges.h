@@ -6,7 +6,7 @@
 
 namespace weft::collectives {
 
-// REQUIRES: an operation that does not reduce.
+// Returns the collective that carries out `call`. REQUIRES: its operation does not reduce.
 CollectivePtr make_exchange(CollectiveCall call);
 
 }  // namespace weft::collectives

@@ -21,12 +21,13 @@ class Group {
   Group& operator=(const Group&) = delete;
   virtual ~Group() = default;
 
-  // Returns the operation that carries out `call`, to be submitted. A Message (messages.h) is
-  // an operation and can be submitted as it is.
+  // Returns the operation that carries out `call`; pass it to submit(). A Message (messages.h) is
+  // an operation already.
   virtual OperationPtr make(CollectiveCall call) const = 0;
-  // Starts an operation. `in_background`: the group makes progress on it even if no thread waits.
-  // Errors: the failure of the group; GroupAbortedError after leave(); std::runtime_error in a
-  // forked child; std::invalid_argument for a message tag that the group cannot send.
+  // Starts an operation. `in_background`: the group makes progress on the operation even if no
+  // thread waits for it. Errors: the failure of the group; GroupAbortedError after leave();
+  // std::runtime_error in a forked child; std::invalid_argument for a message tag that the group
+  // cannot send.
   virtual void submit(OperationPtr operation, bool in_background) = 0;
   // Waits until the operation is done. Fails the group when `timeout` (zero: none) or the
   // operation's own deadline has passed. Never throws the operation's error; throws
@@ -35,12 +36,12 @@ class Group {
   // Makes all progress that is possible without waiting.
   virtual void poll() = 0;
 
-  // Returns memory of the group in which the caller may build the input of an all-reduce, which
-  // saves a copy of the input; null if none is available. Other collectives of this rank wait until
-  // submit_scratch() or release_scratch().
+  // Returns shared memory of the group, into which the caller may write the input of an all-reduce;
+  // this saves a copy of the input. Returns null if none is available. Other collectives of this
+  // rank wait until submit_scratch() or release_scratch().
   virtual std::byte* acquire_scratch(size_t /*num_bytes*/) { return nullptr; }
-  // Starts the all-reduce whose input was built in the acquired memory; the caller waits for it. If
-  // the group has failed in the meantime, the operation fails.
+  // Starts the all-reduce whose input was written to the acquired memory; the caller must wait for
+  // the operation. If the group has failed in the meantime, the operation fails.
   virtual void submit_scratch(OperationPtr /*operation*/) {}
   virtual void release_scratch() {}
 
@@ -48,11 +49,11 @@ class Group {
   virtual void abort(const std::string& why) = 0;
   // Like abort(), with a CollectiveMismatchError whose message is `text`.
   virtual void fail_with_mismatch(const std::string& text) = 0;
-  // Announces that this rank takes no further part. Its operations in flight finish if they need
-  // not wait, else they fail.
+  // Announces that this rank leaves the group. Its operations in flight complete if they can
+  // without waiting; the others fail.
   virtual void leave() = 0;
 
-  // The failure of the group, as an exception, or null.
+  // Returns the failure of the group as an exception, or null.
   virtual std::exception_ptr failure() const = 0;
   virtual const GroupOptions& options() const = 0;
   // Return the resident bytes of the group's shared memory on this host, and of the portion that

@@ -14,7 +14,7 @@
 namespace weft::collectives {
 
 struct GroupConfig {
-  std::string version = own_version();  // of weft: the layout of shared memory may depend on it
+  std::string version = own_version();  // of weft; determines the layout of shared memory
   size_t staging_limit_bytes = 0;       // determines the sizes of staging buffers and rings
   bool has_transport = false;           // whether this rank can create a transport to other hosts
 

@@ -113,7 +113,7 @@ bool Messages::read_from(int peer, std::vector<MessagePtr>& ended) {
     }
     ring.pop();
   } while (!ring.is_empty());
-  shared_.rank(peer).doorbell.ring();  // there is space again
+  shared_.rank(peer).doorbell.ring();  // the ring has space again
   return true;
 }
 

@@ -2,10 +2,10 @@
 
 // Point-to-point messages within a host. A sender announces each message through the ring to its
 // receiver. A small message is eager: its data is sent with the announcement, and the receiver
-// keeps it until a receive matches. A larger one waits until a receive matches and the receiver
-// grants it; its data then passes through the ring in chunks to its destination. So a large message
-// needs no memory beyond the ring, and sends and receives in any order on both sides do not
-// deadlock. Messages of one sender, receiver and tag keep their order.
+// stores the data until a receive matches. A larger message waits until a receive matches and the
+// receiver grants it; its data then passes through the ring in chunks to its destination. Therefore
+// a large message needs no memory beyond the ring, and sends and receives in any order on both
+// sides do not deadlock. Messages of one sender, receiver and tag keep their order.
 
 #include "operation.h"
 #include "ring.h"
@@ -29,7 +29,7 @@ class Message : public Operation {
       Direction direction, int peer, int tag, DType dtype, int64_t num_elements, std::byte* data);
 
   std::string describe() const override;
-  // The source rank of a receive; for a receive from any source, known once it has matched.
+  // The source rank of a receive; for a receive from any source, set once it has matched.
   int source() const { return peer; }
 
   const Direction direction;
@@ -68,7 +68,8 @@ class Messages {
   std::vector<MessagePtr> take_all();
   // Whether a pending message waits for `peer`.
   bool needs(int peer) const;
-  // Whether a receive from any source has not matched yet: a message of any other rank may match.
+  // Whether a receive from any source has not matched yet: a message from any other rank may match
+  // it.
   bool needs_any_source() const;
   // Returns a message whose deadline has passed, or null.
   MessagePtr find_late(std::chrono::steady_clock::time_point now) const;

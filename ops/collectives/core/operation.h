@@ -27,15 +27,16 @@ class Operation {
   std::exception_ptr error() const { return error_; }
 
   // Set it before the operation is submitted. Called once, with null or the error, by the thread
-  // that carries the operation out, before is_done(). An exception it throws becomes the error.
+  // that carries the operation out, before is_done() returns true. An exception that it throws
+  // becomes the error.
   std::function<void(std::exception_ptr)> on_done;
   // A waiting thread may set an earlier deadline while another thread carries the operation out.
   std::atomic<std::chrono::steady_clock::time_point> deadline{
       std::chrono::steady_clock::time_point::max()};
-  // The timeout that set the deadline, for error messages. Zero when the operation is submitted:
-  // the group's default.
+  // The timeout that set the deadline, for error messages. If it is zero when the operation is
+  // submitted, the group's default applies.
   std::atomic<std::chrono::milliseconds> timeout{};
-  // Added to the deadline, so that a rank that knows the cause can fail the group first.
+  // Added to the deadline, so that a rank that can name the cause fails the group first.
   std::chrono::milliseconds grace{0};
 
   // Called by the group. REQUIRES: not done.

@@ -34,7 +34,8 @@ std::span<const ReduceLoops> supported_reduce_loops() {
   static const std::vector<ReduceLoops> supported = [] {
     std::vector<ReduceLoops> loops;
 #if defined(__x86_64__)
-    // Keep in step with the options of reduce_loops_*.cpp in ops/collectives/CMakeLists.txt.
+    // These features must match the options of reduce_loops_*.cpp in
+    // ops/collectives/CMakeLists.txt.
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {

@@ -18,9 +18,9 @@ bool can_reduce(ReduceOp op, DType dtype);
 // Reduces the sources element by element into `out`, which may be one of them. Half types
 // accumulate in float32 and are rounded once. Sums and products of integers wrap; an average of
 // integers is the wrapped sum divided, truncated towards zero. For bool, sum and max are logical
-// or, product and min logical and. min and max propagate NaN. An average divides by `divisor`; 0:
-// by the number of sources. `streams`: writes `out` with non-temporal stores, see streaming.h.
-// REQUIRES: can_reduce(op, dtype); at least one source.
+// or, product and min logical and. min and max propagate NaN. An average divides by `divisor` or,
+// if that is 0, by the number of sources. `streams`: writes `out` with non-temporal stores, see
+// streaming.h. REQUIRES: can_reduce(op, dtype); at least one source.
 void reduce(ReduceOp op,
             DType dtype,
             std::byte* out,

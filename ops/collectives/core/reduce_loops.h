@@ -196,8 +196,8 @@ class Loop {
   }
   static constexpr int64_t kAhead = 2048;          // bytes, in a source
   static constexpr int64_t kAheadOfWrites = 1024;  // bytes, in the output
-  // Whether the block at `first` prefetches. Not past the end: there the segment of another rank
-  // begins, which that rank is writing.
+  // Whether the block at `first` prefetches. Blocks near the end do not: past the end begins the
+  // segment of another rank, which that rank is writing.
   bool fetches_at(int64_t first) const {
     return first + kBlock + kAhead / static_cast<int64_t>(sizeof(T)) <= job_.num_elements;
   }
@@ -215,7 +215,8 @@ class Loop {
     if (job_.num_sources == 1) {
       for (int64_t i = 0; i < n; ++i) value[i] = E::load(source[i]);
     } else {
-      // The first two sources together: a separate copy of the first would use narrower registers.
+      // Combine the first two sources directly: a separate copy of the first would use narrower
+      // registers.
       const T* second = source_at(1, first);
       if (fetches) fetch_ahead(second, kAhead);
       for (int64_t i = 0; i < n; ++i) {

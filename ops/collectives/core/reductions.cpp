@@ -29,7 +29,7 @@ class Reduction : public Collective {
   }
 
   // Reduces one range into `out`. `own` is this rank's input; the input of another rank is in that
-  // rank's staging, offset_of(rank) bytes from the start.
+  // rank's staging buffer, offset_of(rank) bytes from the start.
   template <typename OffsetOf>
   void reduce_into(std::byte* out,
                    const std::byte* own,
@@ -52,7 +52,7 @@ class Reduction : public Collective {
   [[nodiscard]] int64_t chunks_of_tensor(size_t staging_bytes) const {
     return std::max<int64_t>(1, num_ranges(num_elements(), elements_in(staging_bytes)));
   }
-  // For reduce_into(): every rank's input is at the start of its staging.
+  // For reduce_into(): every rank's input is at the start of its staging buffer.
   static size_t no_offset(int /*peer*/) { return 0; }
   [[nodiscard]] const std::byte* input_at(int64_t element) const {
     return call().inputs.front().data + bytes_of(element);
@@ -68,11 +68,11 @@ class Reduction : public Collective {
   std::vector<const std::byte*> sources_;
 };
 
-// One-shot up to kOneShotBytes: every rank fills its staging with its input and reduces all inputs
-// itself. For larger tensors a reduce-scatter and an all-gather: a chunk has a segment for each
-// rank; a rank fills all segments but its own, combines its own segment from its input and the
-// staging of the other ranks, and drains the other segments from the staging of the ranks that
-// reduced them.
+// Tensors up to kOneShotBytes are reduced in one shot: every rank fills its staging buffer with its
+// input and reduces all inputs itself. Larger tensors use a reduce-scatter and an all-gather: a
+// chunk has a segment for each rank; a rank fills all segments but its own, combines its own
+// segment from its input and the staging buffers of the other ranks, and drains the other segments
+// from the staging buffers of the ranks that reduced them.
 class AllReduce final : public Reduction {
  public:
   explicit AllReduce(CollectiveCall call)
@@ -93,7 +93,7 @@ class AllReduce final : public Reduction {
       return copy_bytes(staging.own(), input_at(range.first), bytes_of(range.size));
     }
     for (int peer = 0; peer < staging.num_ranks(); ++peer) {
-      if (peer == staging.rank()) continue;  // combine() takes this rank's segment from the input
+      if (peer == staging.rank()) continue;  // combine() reads this rank's segment from the input
       const ElementRange segment = segment_range(peer, range, staging);
       copy_bytes(staging.own() + bytes_of(segment.first),
                  input_at(range.first + segment.first),
@@ -105,8 +105,8 @@ class AllReduce final : public Reduction {
   // staging buffer while it is in the nearest cache. The other ranks have read these lines of the
   // staging buffer before: a store to such a line waits until this processor owns the line, a copy
   // of full lines does not. Measured with benchmarks/collectives.py, 1 MiB on 2 ranks: on
-  // processors that share no cache 72 us, and 163 us if the reduction stores to both; on processors
-  // that share a cache 44 us and 41 us.
+  // processors that share no cache 72 us, and 163 us if the reduction itself stores to the output
+  // and to the staging buffer; on processors that share a cache 44 us and 41 us.
   void combine(int64_t chunk, const Staging& staging) override {
     const ElementRange range = chunk_range(chunk, staging);
     const ElementRange segment = segment_range(staging.rank(), range, staging);
@@ -144,8 +144,8 @@ class AllReduce final : public Reduction {
  private:
   static constexpr size_t kBlockBytes = size_t{16} * 1024;
 
-  // The segment of a chunk that `rank` reduces: of the same size for each rank, a multiple of the
-  // cache line, except that the end of the chunk shortens or empties the last segments.
+  // Returns the segment of a chunk that `rank` reduces. All segments have the same size, a multiple
+  // of the cache line, except that the last ones may be shorter or empty.
   [[nodiscard]] ElementRange segment_range(int rank,
                                            const ElementRange& range,
                                            const Staging& staging) const {
@@ -184,7 +184,8 @@ class Reduce final : public Reduction {
   [[nodiscard]] bool is_root() const { return !call().outputs.empty(); }
 };
 
-// The staging buffer of a rank has a slot for each other rank, which drains and reduces it.
+// The staging buffer of a rank has a slot for each other rank; that rank drains and reduces the
+// slot.
 class ReduceScatter final : public Reduction {
  public:
   ReduceScatter(CollectiveCall call, int rank)
@@ -196,7 +197,7 @@ class ReduceScatter final : public Reduction {
 
  protected:
   // With many ranks a chunk has few elements per rank, and a barrier costs more. Measured with
-  // benchmarks/collectives.py: 32 MiB on 8 ranks in 0.93 of the time.
+  // benchmarks/collectives.py: with full buffers, 32 MiB on 8 ranks take 0.93 of the time.
   [[nodiscard]] bool alternates_full_buffers() const override {
     return call().inputs.size() > 4 && bytes_of(header().num_elements) >= 2 * kStreamedBytes;
   }
@@ -229,13 +230,15 @@ class ReduceScatter final : public Reduction {
   }
 
  private:
-  // No larger than the largest segment needs: untouched pages are not backed by memory.
+  // Returns the size of a slot: no larger than the largest segment needs, because untouched pages
+  // are not backed by memory.
   [[nodiscard]] int64_t slot_elements(size_t staging_bytes, int num_ranks) const {
     const int64_t line = elements_in(64);
     const int64_t wanted = std::max<int64_t>(1, num_ranges(largest_segment_, line)) * line;
     return std::min(wanted, elements_in(slot_bytes(staging_bytes, num_ranks)));
   }
-  // The offset of the slot for `rank` in the buffer of `from`, which has no slot for itself.
+  // Returns the offset, in bytes, of the slot for `rank` in the buffer of rank `from`, which has no
+  // slot for itself.
   [[nodiscard]] size_t slot_offset(size_t rank, size_t from, const Staging& staging) const {
     const size_t slot_idx = rank < from ? rank : rank - 1;
     return slot_idx * bytes_of(slot_elements(staging.num_bytes(), staging.num_ranks()));

@@ -78,7 +78,7 @@ class Rendezvous {
 
   Membership run() {
     const SharedSizes sizes = SharedSizes::within(options_.size, options_.staging_limit_bytes);
-    // Before the segment takes a file descriptor: reading the start time needs a free one.
+    // Read the start time before the segment opens a file descriptor: the reading needs a free one.
     const uint64_t start_time = process_start_time(getpid());
     Membership member;
     std::string address;
@@ -133,8 +133,8 @@ class Rendezvous {
     } catch (const std::exception& error) {
       why = error.what();
     }
-    // Rank 0 closes the segment when a rank cannot open it, so that later ranks cannot open it
-    // either: they throw the first rank's error.
+    // After a rank has failed to open the segment, rank 0 closes it, so later ranks fail, too. They
+    // throw the first rank's error.
     throw_if_creation_failed(get(kSegmentKey, 0));
     const std::string text = "weft: rank " + std::to_string(options_.rank) + " of group '" +
                              options_.name + "' could not open the shared memory of rank 0 (" +
@@ -223,8 +223,8 @@ class Rendezvous {
     try {
       if (options_.rank == 0 && store_.has(unopened_key(address))) {
         const std::string text = get(unopened_key(address), 0);
-        // Set before this rank closes the descriptor of the segment: a rank that finds it closed
-        // reads the cause.
+        // Set before this rank closes the descriptor of the segment: a rank that then cannot open
+        // the segment reads the cause.
         store_.set(kSegmentKey, kNoSegment + text);
         return GroupAbortedError(text);
       }
@@ -237,7 +237,7 @@ class Rendezvous {
       if (has_joined && process_has_ended(block.pid, block.start_time) &&
           block.state.load() == RankState::kJoined) {
         return PeerLostError("weft: " + name_of_rank(shared, rank) + " of group '" + options_.name +
-                             "' ended while the group was created; see its own output for why");
+                             "' ended while the group was created; see its output for the cause");
       }
     }
     return std::nullopt;

@@ -74,7 +74,7 @@ void store_barrier(const Store& store,
                    const std::string& failure_key = {});
 
 // format_failure() returns the text of a failure for the store; throw_failure() throws the failure
-// of such a text.
+// that such a text describes.
 std::string format_failure(const CollectiveError& error);
 [[noreturn]] void throw_failure(const std::string& text);
 

@@ -26,8 +26,8 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 32);
 
-// The writing end of the ring to a peer, or the reading end of the ring from it. Thread safety: one
-// thread at a time.
+// The writing end of the ring to a peer, or the reading end of the ring from a peer. Thread safety:
+// one thread at a time.
 class RingEnd {
  public:
   RingEnd(const SharedState& shared, int from, int to);

@@ -187,7 +187,7 @@ std::string host_identity() {
   if (boot_id.empty() && errno != ENOENT && errno != 0)
     throw_errno("cannot read the identity of the host");
   // A rank in another PID namespace could neither open this process's memory nor detect its end;
-  // ranks in different network namespaces count as on different hosts, as containers intend.
+  // ranks in different network namespaces, such as containers, count as on different hosts.
   return boot_id + ' ' + read_link("/proc/self/ns/pid") + ' ' + read_link("/proc/self/ns/net") +
          " uid:" + std::to_string(getuid());
 }

@@ -32,8 +32,8 @@ class Segment {
   // pages are not backed by memory.
   // Errors: std::system_error.
   static Segment create(size_t num_bytes);
-  // Errors: std::system_error if the process has ended or may not be accessed; std::runtime_error
-  // if its descriptor refers to something else by now.
+  // Maps the segment at `address`. Errors: std::system_error if the process has ended or may not be
+  // accessed; std::runtime_error if its descriptor no longer refers to the segment.
   static Segment open(const SegmentAddress& address);
 
   Segment() = default;

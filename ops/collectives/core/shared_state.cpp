@@ -37,8 +37,8 @@ CollectiveError FailureRecord::record(ErrorKind kind, const std::string& text) {
     state_.store(kReady, std::memory_order_release);
     return {kind, text};
   }
-  // Another rank is writing its failure and needs a few more instructions. If it was killed there,
-  // use this rank's own failure.
+  // Another rank is writing its failure and needs a few more instructions. If that rank was killed
+  // meanwhile, return this rank's own failure.
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
   while (!is_set()) {
     if (std::chrono::steady_clock::now() > give_up) return {kind, text};
@@ -58,10 +58,11 @@ SharedSizes SharedSizes::within(int num_ranks, size_t limit_bytes) {
   const auto bytes_each = [](size_t total, size_t num_buffers, size_t min, size_t max) {
     return std::clamp(total / num_buffers / 128 * 128, min, max);
   };
-  // A quarter of the limit is for the rings of point-to-point messages and half for staging. Larger
-  // staging was slower from 8 ranks on, because it no longer stayed in the caches. Beyond the
-  // maximum sizes nothing became faster, measured with benchmarks/collectives.py. For any number of
-  // ranks, half a staging buffer has a cache line for each rank.
+  // A quarter of the limit is for the rings of point-to-point messages and half for staging
+  // buffers. Larger staging buffers were slower from 8 ranks on, because they no longer stayed in
+  // the caches. Beyond the maximum sizes nothing became faster, measured with
+  // benchmarks/collectives.py. For any number of ranks, half a staging buffer has a cache line for
+  // each rank.
   sizes.ring_bytes =
       bytes_each(limit_bytes / 4, std::max<size_t>(n * (n - 1), 1), kPage, size_t{256} * 1024);
   const size_t min = round_up(size_t{2} * 64 * n, kPage);

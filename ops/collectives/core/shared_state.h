@@ -77,13 +77,13 @@ struct SharedSizes {
   size_t staging_bytes = 0;  // per rank and buffer, a multiple of 128
   size_t ring_bytes = 0;     // per ordered pair, a multiple of 64
 
-  // Returns sizes such that staging and rings of all ranks together take at most `limit_bytes`,
-  // unless their minimum sizes take more: a page per ring; per staging buffer, two cache lines for
-  // each rank, rounded up to pages.
+  // Returns sizes such that staging buffers and rings of all ranks together have at most
+  // `limit_bytes`, unless their minimum sizes need more: a page per ring; per staging buffer, two
+  // cache lines for each rank, rounded up to pages.
   static SharedSizes within(int num_ranks, size_t limit_bytes);
 };
 
-// A view of a mapped segment, which it does not own.
+// A non-owning view of a mapped segment.
 class SharedState {
  public:
   static size_t num_bytes(const SharedSizes& sizes);

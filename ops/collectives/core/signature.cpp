@@ -34,7 +34,7 @@ bool same_op(const SignatureHeader& a, const SignatureHeader& b) {
          (a.dtype == b.dtype || a.op == Op::kBarrier);
 }
 
-// Whether rank `to` receives as many elements from rank `from` as that rank sends to it.
+// Whether rank `to` receives from rank `from` as many elements as `from` sends to `to`.
 bool counts_match(const std::vector<Signature>& by_rank, size_t from, size_t to) {
   return by_rank[from].send_counts[to] == by_rank[to].receive_counts[from];
 }

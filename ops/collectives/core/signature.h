@@ -15,7 +15,8 @@
 
 namespace weft::collectives {
 
-// Has a fixed size, for shared memory, where the element counts by peer follow it.
+// The part of a signature with a fixed size. In shared memory, the element counts by peer follow
+// it.
 struct SignatureHeader {
   static constexpr size_t kMaxDims = 6;
 

@@ -16,11 +16,11 @@ namespace weft::collectives {
 namespace {
 
 // The result of a collective that does not reduce is streamed if it has at least this many bytes on
-// a rank, that of a reduce-scatter if its input has at least twice as many: little of such a result
-// would stay in a cache anyway. Measured with benchmarks/collectives.py: streamed, an all-gather of
-// 32 MiB takes 0.5 to 0.6 of the time, a reduce-scatter about 0.8. A smaller reduce-scatter, of 1
-// or 4 MiB on 2 ranks, would take 0.9 to 0.96 of the time, but together with an addition to its
-// result 1.15 to 1.45.
+// a rank; the result of a reduce-scatter, if its input has at least twice as many. Little of such a
+// result would stay in a cache anyway. Measured with benchmarks/collectives.py: streamed, an
+// all-gather of 32 MiB takes 0.5 to 0.6 of the time, a reduce-scatter of 32 MiB about 0.8. A
+// smaller reduce-scatter, of 1 or 4 MiB on 2 ranks, would take 0.9 to 0.96 of the time, but 1.15 to
+// 1.45 of the time together with an addition to its result.
 constexpr size_t kStreamedBytes = size_t{4} << 20;
 
 // Copies kBytes, a multiple of a cache line. `to` is aligned to a line. Other threads see the data

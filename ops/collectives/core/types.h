@@ -1,6 +1,6 @@
 #pragma once
 
-// Operations, reductions and element types, as signatures hold them.
+// Operations, reductions and element types, as stored in signatures.
 
 #include <cstddef>
 #include <cstdint>

@@ -122,7 +122,7 @@ WeftBackend::WeftBackend(const c10::intrusive_ptr<c10d::Store>& store,
       options_(std::move(options)),
       group_(join(store, rank, size, *options_)) {}
 
-// Works may keep the group alive; this rank leaves it all the same.
+// Works may keep the group alive; this rank leaves the group nevertheless.
 WeftBackend::~WeftBackend() { group_->leave(); }
 
 void WeftBackend::abort() { group_->abort(""); }
@@ -169,7 +169,7 @@ c10::intrusive_ptr<c10d::Backend> WeftBackend::split(const c10::intrusive_ptr<c1
 
 namespace weft::collectives {
 
-// By name: torch's wrapper forwards the name and every message, but has another type.
+// Compare names: torch's wrapper forwards the name and every message, but has another type.
 bool compares_message_sizes(c10d::ProcessGroup& group) {
   return group.getBackend(at::kCPU)->getBackendName() == WeftBackend::kName;
 }
@@ -189,8 +189,7 @@ namespace weft::ops {
 
 namespace {
 
-// The registry can only be asked by a lookup that throws: c10d::is_process_group_registered is
-// newer than torch 2.11.
+// A lookup throws for unknown names; c10d::is_process_group_registered is newer than torch 2.11.
 bool names_a_group(const std::string& name) {
   try {
     return c10d::resolve_process_group(name).defined();
@@ -223,7 +222,7 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_group(const std::string& name,
       !name.empty(),
       "weft: got an empty name for a group of ",
       size,
-      " ranks; pass a name, because \"\" is that of the group of one, which always exists");
+      " ranks; pass a name, because \"\" names the group of one, which always exists");
   TORCH_CHECK_VALUE(
       !names_a_group(name),
       "weft: got the name '",

@@ -16,7 +16,7 @@
 namespace weft::collectives {
 
 // c10d's collectives over a Group. Calls for which c10d has two names are overridden under the
-// older one: torch 2.11 has no other, and newer versions forward to it.
+// older name: torch 2.11 has only that one, and newer versions forward to it.
 class WeftBackend final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;

@@ -1,4 +1,4 @@
-// The start that all c10d calls share; send, recv and barriers.
+// start(), which all c10d calls use, and the calls for messages and barriers.
 #include "arguments.h"
 #include "backend.h"
 #include "raise.h"
@@ -46,7 +46,7 @@ WeftBackend::Tensors WeftBackend::list_on_root(std::string_view op,
               getRank(),
               ", which is not the root ",
               root,
-              "; pass none there");
+              "; pass none on this rank");
   return {};
 }
 
@@ -54,8 +54,8 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
                                         const std::vector<Step>& steps,
                                         const Tensors& inputs,
                                         Tensors outputs) {
-  // torch may compare getSequenceNumberForGroup() between ranks: count the calls that all ranks
-  // make.
+  // torch may compare getSequenceNumberForGroup() between ranks: count only the calls that all
+  // ranks make.
   const bool is_message = call.op_type == OpType::SEND || call.op_type == OpType::RECV ||
                           call.op_type == OpType::RECVANYSOURCE;
   if (!is_message) ++num_collectives_;

@@ -20,7 +20,7 @@ struct ErrorHooks {
   std::exception_ptr (*make_storable)(ErrorKind kind, const std::string& text) = nullptr;
 };
 
-// Sets the hooks for all later failures. A null hook leaves the C++ classes.
+// Sets the hooks for all later failures. With a null hook, failures are raised as the C++ classes.
 WEFT_OPS_API void set_error_hooks(const ErrorHooks& hooks);
 
 // While a RaiseContext exists, the error texts that the raise hook gets on this thread begin with
@@ -28,7 +28,7 @@ WEFT_OPS_API void set_error_hooks(const ErrorHooks& hooks);
 // of the C++ classes stay as they are: the code that catches them can add text().
 class RaiseContext {
  public:
-  // `op` and `what` outlive this.
+  // `op` and `what` must outlive the context.
   RaiseContext(std::string_view op, std::string_view what, int rank);
   ~RaiseContext();
   RaiseContext(const RaiseContext&) = delete;
@@ -44,9 +44,11 @@ class RaiseContext {
   const RaiseContext* outer_;
 };
 
-// Throws `error`; if it is a CollectiveError and the hook is set, what the hook makes of it.
+// Throws `error`; if it is a CollectiveError and the raise hook is set, calls the hook, which
+// throws the binding's exception.
 [[noreturn]] void raise(std::exception_ptr error);
-// Returns `error` or, under the same conditions, what the hook makes of it, to be thrown later.
+// Returns `error`; if it is a CollectiveError and the make_storable hook is set, returns the hook's
+// result.
 std::exception_ptr make_storable(std::exception_ptr error);
 
 }  // namespace weft::collectives

@@ -71,7 +71,7 @@ std::vector<InputOrOutput> segments_of(Byte* data, DType dtype, const std::vecto
 }
 
 // Whether an output and an input overlap in memory. False for tensors that are not contiguous:
-// TensorPack copies them. `may_be_same`: false also if both are exactly the same memory.
+// TensorPack copies them. `may_be_same`: false, too, if the two are exactly the same memory.
 bool overlaps(const at::Tensor& output, const at::Tensor& input, bool may_be_same) {
   if (!output.defined() || !input.defined()) return false;  // rejected later, see TensorPack::check
   if (output.layout() != at::kStrided || input.layout() != at::kStrided) return false;

@@ -1,7 +1,7 @@
 #pragma once
 
-// The tensors of a call in the form that the core takes: pointers to contiguous memory that stays
-// valid until the call is done.
+// The tensors of a call in the form that core/ uses: pointers to contiguous memory that stays valid
+// until the call is done.
 
 #include "call.h"
 

@@ -14,7 +14,7 @@ namespace weft::collectives {
 namespace {
 
 // A callback chained to a future may wait for another future, so it never runs on a thread that
-// moves data.
+// carries out operations.
 void complete_on_task_thread(std::function<void()> complete) {
   static std::mutex mutex;
   static TaskThreads* threads = nullptr;  // never destroyed: a callback may run at process exit
@@ -98,7 +98,8 @@ std::exception_ptr CollectiveWork::exception() const { return make_storable(firs
 
 int CollectiveWork::sourceRank() const {
   const auto* message = dynamic_cast<const Message*>(operations_.at(0).get());
-  TORCH_CHECK(message != nullptr, "weft: only a receive has a source rank");
+  TORCH_CHECK(message != nullptr,
+              "weft: got sourceRank() on a collective's work; call it on the work of a receive");
   return message->source();
 }
 

@@ -40,8 +40,8 @@ class Ledger {
   // Changes the category of a block, also in all peaks that include the block, as if it had had the
   // category from the start.
   void set_category(BlockHeader& header, Category category);
-  // Does the same for all live blocks of category `from` that were allocated after mark() returned
-  // `mark`.
+  // Changes the category of all live blocks that have category `from` and were allocated after
+  // mark() returned `mark`, in the same way.
   void set_category_since(uint64_t mark, Category from, Category to);
   uint64_t mark() const;
 
@@ -64,7 +64,7 @@ class Ledger {
   struct Peak {
     Usage usage;
     int64_t total = 0;
-    uint64_t num_allocations = 0;  // when the peak was reached
+    uint64_t num_allocations = 0;  // so far, when the peak was reached
   };
   struct PhaseRecord {
     std::string name;

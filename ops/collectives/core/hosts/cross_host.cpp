@@ -62,8 +62,8 @@ void CrossHost::run() {
 void CrossHost::run_on_host(CollectiveCall step) {
   step.purpose = what_;
   const OperationPtr operation = local_group_.make(std::move(step));
-  // Once all ranks of a host have arrived, the others wait for their leader, which waits for other
-  // hosts.
+  // Once all ranks of a host have arrived, those that are not the leader wait for the leader, which
+  // waits for other hosts.
   if (all_arrived_ && !layout_.is_leader()) operation->grace = 2 * kGrace;
   operation->timeout = timeout_;
   local_group_.submit(operation, false);

@@ -111,7 +111,7 @@ void MultiHostGroup::submit(OperationPtr operation, bool /*in_background*/) {
   if (auto message = std::dynamic_pointer_cast<Message>(operation)) return begin(message);
   auto collective = std::dynamic_pointer_cast<CollectiveOperation>(operation);
   const std::lock_guard lock(mutex_);
-  if (is_left_) {  // since check_usable(): no thread would run the collective
+  if (has_left_) {  // since check_usable(): no thread would run the collective
     throw GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " left group '" +
                             options_.name + "' while it submitted " + operation->describe());
   }
@@ -148,7 +148,7 @@ void MultiHostGroup::begin(const MessagePtr& message) {
 void MultiHostGroup::run_worker() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return is_left_ || !queue_.empty(); });
+    changed_.wait(lock, [&] { return has_left_ || !queue_.empty(); });
     if (queue_.empty()) return;
     const auto collective = std::move(queue_.front());
     queue_.pop_front();
@@ -244,23 +244,23 @@ std::exception_ptr MultiHostGroup::as_failure(const Operation& operation) {
     const bool is_late = Clock::now() >= operation.deadline.load();
     const auto until = Clock::now() + (is_late ? std::chrono::milliseconds(0) : kCauseTimeout);
     check_health(true);
-    while (failure() == nullptr && !is_left_ && Clock::now() < until) {
+    while (failure() == nullptr && !has_left_ && Clock::now() < until) {
       std::this_thread::sleep_for(kCauseTimeout / 8);
       check_health(true);
     }
-    const bool is_new = failure() == nullptr && !is_left_;
+    const bool is_new = failure() == nullptr && !has_left_;
     if (is_new && is_late) {
       fail_late(operation, operation.timeout, ": not arrived " + peer);
     } else if (is_new && has_left(error.peer)) {
       fail(ErrorKind::kPeerLost,
            "weft: " + peer + " of group '" + options_.name + "' left the group while rank " +
                std::to_string(options_.rank) + " waited for it in " + operation.describe() +
-               "; see its own output for why");
+               "; see that rank's output for the cause");
     } else if (is_new) {
       fail(ErrorKind::kPeerLost,
            "weft: " + peer + " of group '" + options_.name + "' was lost while rank " +
                std::to_string(options_.rank) + " waited for it in " + operation.describe() + " (" +
-               error.what() + "); see its own output for why");
+               error.what() + "); see that rank's output for the cause");
     }
   } catch (const CollectiveMismatchError& error) {
     fail(ErrorKind::kMismatch, mismatch_message(options_.name, error.what()));
@@ -291,15 +291,16 @@ bool MultiHostGroup::has_left(int rank) const {
 
 void MultiHostGroup::run_watcher() {
   std::unique_lock lock(mutex_);
-  for (unsigned num_checks = 0; !is_left_ && !is_reported_; ++num_checks) {
-    changed_.wait(lock, [&] { return is_left_ || num_unfinished_ > 0; });
+  for (unsigned num_checks = 0; !has_left_ && !is_reported_; ++num_checks) {
+    changed_.wait(lock, [&] { return has_left_ || num_unfinished_ > 0; });
     lock.unlock();
     // A failure that a leader finds in the store fails the engine of its host, for all its ranks.
-    // The other ranks poll less often, for when the leader has no unfinished operation.
+    // The other ranks poll, too, but less often, because a leader without unfinished operations
+    // does not poll.
     check_health(layout_.is_leader() || num_checks % kChecksPerStorePoll == 0);
     transport_.probe();
     lock.lock();
-    changed_.wait_for(lock, kCheckInterval, [&] { return is_left_.load(); });
+    changed_.wait_for(lock, kCheckInterval, [&] { return has_left_.load(); });
   }
 }
 
@@ -356,13 +357,13 @@ void MultiHostGroup::leave() {
   if (fork_generation() != fork_generation_) return;
   {
     const std::lock_guard lock(mutex_);
-    if (is_left_.exchange(true)) return;
+    if (has_left_.exchange(true)) return;
   }
   if (failure() == nullptr) {
     try {
       store_.set(left_key(options_.rank), "");
     } catch (const std::exception&) {
-      // Then the others only see that a connection closes.
+      // Then the other hosts detect only that a connection closes.
     }
   }
   local_group_.leave();
@@ -378,19 +379,19 @@ void MultiHostGroup::leave() {
 std::shared_ptr<Group> join_group(const Store& store,
                                   const GroupOptions& options,
                                   const MakeTransport& make_transport) {
-  const unsigned made_in = fork_generation();
+  const unsigned generation = fork_generation();
   const Identities identities = exchange_identities(store, options, make_transport != nullptr);
   const HostLayout layout(identities.hosts, options.rank);
   if (const auto text = config_mismatch(layout, identities.configs, options.name)) {
-    throw CollectiveMismatchError(*text);  // the other ranks come to the same result
+    throw CollectiveMismatchError(*text);  // the other ranks detect the same mismatch
   }
   if (layout.num_hosts() == 1) return make_engine(store, options);
   store_barrier(store, options, "read/" + identities.nonce);
   forget_identity(store, options);
   try {
     return {new MultiHostGroup(store, options, identities, make_transport),
-            [made_in](MultiHostGroup* joined) {
-              if (fork_generation() == made_in) delete joined;
+            [generation](MultiHostGroup* joined) {
+              if (fork_generation() == generation) delete joined;
             }};
   } catch (const CollectiveError& error) {
     store.set(failure_key_of(identities), format_failure(error));
@@ -398,7 +399,7 @@ std::shared_ptr<Group> join_group(const Store& store,
   } catch (const std::exception& error) {
     const GroupAbortedError failure("weft: rank " + std::to_string(options.rank) + " of group '" +
                                     options.name + "' could not create a transport (" +
-                                    error.what() + "); see its own output for why");
+                                    error.what() + "); see that rank's output for the cause");
     store.set(failure_key_of(identities), format_failure(failure));
     throw failure;
   }

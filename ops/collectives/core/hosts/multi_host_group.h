@@ -81,7 +81,7 @@ class MultiHostGroup final : public Group {
   uint64_t num_collectives_ = 0;
   int num_unfinished_ = 0;
   std::string current_call_;  // the latest collective, for error messages
-  std::atomic<bool> is_left_{false};
+  std::atomic<bool> has_left_{false};
   std::atomic<bool> is_reported_{false};  // report_failure() has run, the watcher may stop
   TaskThreads message_threads_;
   std::thread worker_;

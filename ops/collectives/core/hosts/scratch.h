@@ -4,8 +4,8 @@
 
 namespace weft::collectives {
 
-// Uninitialised memory for a step of a collective. Large blocks come from mmap(): malloc would keep
-// freed memory in an arena for each thread, of which many groups have many.
+// Uninitialised memory for a step of a collective. Large blocks are allocated with mmap(): malloc
+// would keep freed memory in one arena per thread, and many groups have many threads.
 class Scratch {
  public:
   Scratch() = default;

@@ -38,10 +38,10 @@ class ThreadSafeTransport {
   // probe().
   void wait_for_send(Transfer& transfer, int peer, Deadline deadline);
 
-  // Call it periodically. Posts a receive to each peer of a send that is waited for, and cancels it
-  // at once; if the transport rejects the receive, ends the waits for sends to that peer. Probes a
-  // peer at most once in kProbeInterval, because a cancelled receive may leave some bytes with the
-  // transport.
+  // Call it periodically. For each peer with a send that a thread waits for, posts a receive and
+  // cancels it at once; if the transport rejects the receive, ends the waits for sends to that
+  // peer. Probes a peer at most once in kProbeInterval, because a cancelled receive may leave some
+  // bytes with the transport.
   void probe();
 
   // Ends all current and future waits.
