@@ -31,8 +31,8 @@ void forbid_double_backward(std::string_view op);
 // Prioritizes the backward nodes between `weight` and its leaf (those of DTensor's to_local, a
 // cast, a slice), so that the leaf gets its gradient as soon as that of `weight` is computed. The
 // engine runs ready nodes by sequence number, highest first; these nodes were made before the
-// operator's nodes and would otherwise run after all of those. They get the leaf's sequence number
-// minus one, up to the first node with several inputs.
+// operator's nodes and would otherwise run after all of the operator's nodes. From `weight` up to
+// the first node with several inputs, each gets the leaf's sequence number minus one.
 void prioritize_leaf_gradient(const at::Tensor& weight);
 
 inline bool needs_grad(const OptionalTensor& tensor) {

@@ -120,8 +120,8 @@ void ChunkedSequence::run(const std::function<void(const ChunkRows&)>& step) {
       const auto num_rows = rows_on(rank, chunk);
       const auto begin = rank * rows;
       if (output.defined() && num_rows < rows) {
-        // Ranks that do not fill the chunk: the one whose shard ends in it, or several without
-        // rows.
+        // These ranks do not fill the chunk: one rank whose shard ends in it, or several ranks
+        // without rows.
         output.narrow(0, begin + num_rows, num_merged * rows - num_rows).zero_();
       }
       if (num_rows == 0) {

@@ -20,9 +20,9 @@
 
 namespace weft::ops {
 
-// The rows that `num_ranks` consecutive ranks contribute to one chunk, equally many each. On the
-// CPU num_ranks is 1, so that this rank's own rows are read from its shard; elsewhere ranks are
-// merged, because a product for each rank is slower and takes the host longer to launch.
+// The rows that `num_ranks` consecutive ranks contribute to one chunk, the same number each. On the
+// CPU num_ranks is 1, so that this rank's own rows are read from its shard; on other devices ranks
+// are merged, because one product per rank is slower and takes the host longer to launch.
 struct ChunkRows {
   std::int64_t num_ranks;    // at least 1
   std::int64_t num_rows;     // of each of these ranks, at least 1
@@ -55,8 +55,9 @@ class ChunkedSequence {
   // most once.
   void set_output(at::IntArrayRef row_sizes, const at::TensorOptions& options);
 
-  // Calls `step` for the rows of all ranks in each chunk. On the CPU that is a call for each rank;
-  // elsewhere, one for the ranks that fill the chunk and one for the rank whose shard ends in it.
+  // Calls `step` for the rows of all ranks in each chunk. On the CPU, makes one call per rank; on
+  // other devices, one call for the ranks that fill the chunk and one for the rank whose shard ends
+  // in it.
   void run(const std::function<void(const ChunkRows&)>& step);
 
   // Returns this rank's shard of the reduced output, [own rows, ...], contiguous. Call it once,
@@ -76,7 +77,8 @@ class ChunkedSequence {
   // The number of rows of `chunk` on `rank`: less than max_rows_per_rank() if the shard ends in the
   // chunk, 0 if it ends before.
   std::int64_t rows_on(int rank, std::int64_t chunk) const;
-  // The number of ranks from `rank` on that one step takes: those with as many rows as `rank`.
+  // The number of ranks, from `rank` on, that one call of `step` covers: those with as many rows as
+  // `rank`.
   int num_merged_ranks(int rank, std::int64_t chunk) const;
   GatheredChunk start_gather(std::int64_t chunk) const;
   at::Tensor output_buffer(std::int64_t chunk) const;

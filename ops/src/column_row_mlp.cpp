@@ -139,10 +139,10 @@ void copy_into(const at::Tensor& view, const at::Tensor& rows) {
   view.copy_(rows.view(view.sizes()));
 }
 
-// Holds at most two chunks of the gathered x and of the products with w2, and h for the rows of one
-// step: on the CPU those of one rank in one chunk, on CUDA those of the merged ranks. Full h1 and
-// h3 exist only if they are saved; h1 and h3 of a step's rows exist unless the rows of one rank are
-// written into the full tensors.
+// In memory at a time: at most two chunks of the gathered x and of the products with w2, and h for
+// the rows of one step (on the CPU the rows of one rank in one chunk, on CUDA those of the merged
+// ranks). The full h1 and h3 exist only if they are saved. Separate h1 and h3 of a step's rows
+// exist unless the step has one rank and writes into the full tensors.
 Result run_chunked(const at::Tensor& x,
                    const Weights& w,
                    const Call& call,
@@ -177,7 +177,8 @@ Result run_chunked(const at::Tensor& x,
         linear_into(hidden.h3, x_rows, *w.w3, w.b3, rows.num_ranks);
       }
     } else {
-      // The activation reads contiguous rows, which those of merged ranks in h1_rows are not.
+      // The activation reads contiguous rows; in h1_rows, the rows of merged ranks are not
+      // contiguous.
       hidden = column_half(x_rows, w.w1, w.w3, w.b1, w.b3, !saves_hidden);
       if (saves_hidden) {
         copy_into(rows.of(h1_rows), hidden.h1);

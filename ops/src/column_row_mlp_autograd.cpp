@@ -122,7 +122,7 @@ class InputGradient : public torch::autograd::Function<InputGradient> {
 };
 
 // The values that a Column node saves or returns. They are in a struct so that autograd does not
-// see its tensors as inputs of the node.
+// see these tensors as inputs of the node.
 struct ColumnValues {
   at::Tensor x;  // undefined with a sharded sequence: `shared` has it
   at::Tensor h;  // x weightᵀ + bias, the node's output
@@ -162,7 +162,7 @@ class Column : public torch::autograd::Function<Column> {
   }
 };
 
-// The same for the Row node.
+// The values that the Row node saves or returns, in a struct for the same reason.
 struct RowValues {
   at::Tensor y;               // the node's output
   at::Tensor x_shard;         // this rank's shard; undefined without a sharded sequence
@@ -172,7 +172,7 @@ struct RowValues {
   SharedStatePtr shared;
   bool recompute;
   std::optional<ShardedDim> sequence;
-  bool w1_requires_grad, w3_requires_grad;  // then the backward of its Column node reads x
+  bool w1_requires_grad, w3_requires_grad;  // then the weight's Column node reads x
 };
 
 class Row : public torch::autograd::Function<Row> {
@@ -259,7 +259,7 @@ class Row : public torch::autograd::Function<Row> {
  private:
   enum Input : std::size_t { kX, kH1, kInputW2, kH3, kB2, kValues, kNumInputs };
   // The saved tensors. With `recompute`, the first is x (undefined with a sharded sequence) instead
-  // of h1, and there is no h3; without, there are no b1 and b3.
+  // of h1, and there is no h3; without `recompute`, there are no b1 and b3.
   enum Saved : std::size_t {
     kSavedH1OrX,
     kSavedH3,

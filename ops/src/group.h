@@ -1,7 +1,7 @@
 #pragma once
 
 // Resolves a process group by its name, and reduces over it. The operators start all communication
-// as a PendingCollective, and wait for each, except for pipeline messages that are complete or
+// as PendingCollectives and wait for each one, except for pipeline messages that are complete or
 // whose group was destroyed.
 
 #include <ATen/core/Tensor.h>

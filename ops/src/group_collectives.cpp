@@ -110,13 +110,14 @@ PendingTensor gather(std::string_view op,
   }
   const auto max_size = max_shard_size_of(dim_size, group);
   if (is_even(dim_size, max_size, group)) {
-    // The shards side by side, in their own layout: only the result is copied, if dim is not 0.
+    // Gather the shards in their own layout, one after another: only the result is copied, and only
+    // if dim is not 0.
     auto sizes = x.sizes().vec();
     sizes.insert(sizes.begin(), group->getSize());
     auto stacked = at::empty(sizes, x.options());
     PendingCollective work;
     if (stacked.numel() > 0) {
-      // Gloo wants as many dims in the result as in the shard.
+      // Gloo requires as many dims in the result as in the shard.
       work = gather_into(op, "all-gather", group, stacked.flatten(0, 1), x.contiguous(), overlaps);
     }
     return PendingTensor::of_stacked_shards(std::move(work), std::move(stacked), dim);
@@ -137,7 +138,8 @@ PendingTensor sum_and_scatter(std::string_view op,
   const auto max_size = max_shard_size_of(x.size(dim), group);
   PendingCollective work;
   if (is_even(x.size(dim), max_size, group)) {
-    // The shards side by side, in their own layout: only the input is copied, if dim is not 0.
+    // Arrange the shards in their own layout, one after another: only the input is copied, and only
+    // if dim is not 0.
     auto full = x.unflatten(dim, {group->getSize(), max_size}).movedim(dim, 0).contiguous();
     auto result = at::empty(full.sizes().slice(1), x.options());
     if (result.numel() > 0) {

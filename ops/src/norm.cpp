@@ -64,8 +64,8 @@ void check_norm_param(std::string_view op,
                     "], the last dim of x; norms are over that dim only.");
 }
 
-// Checks residual, of x's shape and dtype, and weight and bias [d], both of x's dtype, or both
-// float32 if x is bfloat16 or float16.
+// Checks that residual has x's shape and dtype, and that weight and bias are [d], both of x's dtype
+// or, if x is bfloat16 or float16, both float32.
 void check_norm(std::string_view op,
                 const at::Tensor& x,
                 const OptionalTensor& residual,

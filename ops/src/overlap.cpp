@@ -23,13 +23,12 @@ namespace weft::ops {
 
 namespace {
 
-// Bytes of one chunk over all ranks, and the fewest tokens of one rank in a chunk: small enough for
-// the caches, large enough for matrix products at full speed. Measured
-// (docs/benchmarks/overlap.md).
+// A chunk has kChunkBytes over all ranks, to fit into the caches, but at least kMinTokens tokens
+// per rank, for matrix products at full speed. Measured (docs/benchmarks/overlap.md).
 constexpr std::int64_t kChunkBytes = 2 << 20;
 constexpr std::int64_t kMinTokens = 64;
-// The most chunks on devices other than the CPU, where calls cost more and chunks need not fit into
-// caches. Not measured.
+// The maximum number of chunks on devices other than the CPU, where calls take longer and chunks
+// need not fit into caches. Not measured.
 constexpr std::int64_t kMaxDeviceChunks = 4;
 
 // Largest ratio of chunked to unchunked time that counts as a gain; the margin excludes noise.
@@ -124,7 +123,8 @@ class Table {
         if (!measurement->ratio.has_value() || presets_.contains(kind)) continue;
         const auto ratio = *measurement->ratio;
         const auto [found, is_new] = all.try_emplace(kind, entry(kind, ratio));
-        // If two groups disagree, report the entry that chunks less; 0 means no measurement.
+        // If two groups disagree, report the larger ratio; replace an entry without a measurement
+        // (0).
         if (!is_new && (found->second.ratio == 0 || !(ratio <= found->second.ratio))) {
           found->second = entry(kind, std::max(ratio, found->second.ratio));
         }
@@ -281,7 +281,7 @@ OverlapChoice::OverlapChoice(std::string_view op,
     rows_per_chunk_ = *preset ? rows : 0;
     return;
   }
-  // A choice by time may differ between runs, and with it the rounding of the result.
+  // A choice by time, and so the rounding of the result, may differ between runs.
   if (at::globalContext().deterministicAlgorithms()) {
     return;
   }

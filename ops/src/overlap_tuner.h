@@ -19,10 +19,10 @@ namespace weft::ops {
 
 // Times chunked and unchunked calls of one kind of shape and compares their medians.
 //
-// Calls come in pairs: one chunked, one unchunked, in random order, so that a period in the
-// caller's layers does not coincide with the order. All ranks use the same random sequence, because
-// chunked and unchunked calls issue different collectives. Samples are kept per size of this rank's
-// weight. The first pair is a warm-up.
+// Calls come in pairs: one chunked, one unchunked, in random order, so that a periodic pattern in
+// the caller's layers does not bias the comparison. All ranks use the same random sequence, because
+// chunked and unchunked calls issue different collectives. Samples are grouped by the size of this
+// rank's weight (own_features). The first pair is a warm-up.
 class OverlapTuner {
  public:
   bool next_is_chunked() {

@@ -13,16 +13,17 @@
 
 namespace weft::ops {
 
-// Returns this process's only T. It is never destroyed, because groups and threads may use it after
-// static objects are destroyed.
+// Returns the T that the process shares. It is never destroyed, because groups and threads may use
+// it after static objects are destroyed.
 template <typename T>
 T& process_wide() {
   static auto* const state = new T();
   return *state;
 }
 
-// A T for each process group that has one. Not thread-safe: the owner guards it with a mutex, and
-// destroys the values that it takes out after unlocking the mutex, as their destructors may block.
+// Stores at most one T for each process group. Not thread-safe: the owner guards it with a mutex,
+// and destroys the values that it removes only after unlocking the mutex, because their destructors
+// may block.
 template <typename T>
 class PerGroup {
  public:

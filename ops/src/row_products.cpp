@@ -11,7 +11,7 @@ namespace weft::ops {
 
 namespace {
 
-// The accumulation dtype.
+// Returns the dtype in which sums over chunks accumulate.
 at::ScalarType sum_dtype(at::ScalarType dtype) {
   return at::isReducedFloatingType(dtype) ? at::kFloat : dtype;
 }

@@ -19,9 +19,10 @@ std::vector<std::int64_t> row_sizes(const at::Tensor& x, std::int64_t dim, std::
 at::Tensor row_matrix(const at::Tensor& rows);
 
 // Computes out = rows @ matrix, or out = rows @ weightᵀ + bias, into `out` [rows, ..., features],
-// of any strides. The rows of several ranks, num_ranks > 1, are those of ChunkRows: contiguous, a
-// row_matrix(), or the view [num_ranks, rows, ..., features] of a full tensor. A batched product
-// then reads and writes the views, unless there is a bias or the rows of a rank are not contiguous.
+// of any strides. If num_ranks > 1, `rows` and `out` hold the rows of several ranks, as in
+// ChunkRows: contiguous, as a row_matrix(), or as the view [num_ranks, rows, ..., features] of a
+// full tensor. A batched product then reads and writes the views directly, unless there is a bias
+// or the rows of a rank are not contiguous.
 void product_into(const at::Tensor& out,
                   const at::Tensor& rows,
                   const at::Tensor& matrix,
@@ -32,7 +33,8 @@ void linear_into(const at::Tensor& out,
                  const OptionalTensor& bias,
                  std::int64_t num_ranks);
 
-// Adds left @ right to `sum`, whose dtype is theirs or, for bfloat16 and float16, float32.
+// Adds left @ right to `sum`, whose dtype is that of left and right, or float32 if they are
+// bfloat16 or float16.
 void add_product(at::Tensor& sum, const at::Tensor& left, const at::Tensor& right);
 
 // Accumulates the gradient of a weight [out, in] over chunks; it is zero without chunks.

@@ -127,8 +127,8 @@ std::tuple<at::Tensor, at::Tensor> all_gather_linear_backward(const at::Tensor& 
     chunks.run([&](const ChunkRows& rows) {
       auto grads = rows.of(grad_rows);
       if (wants_weight) {
-        // One matrix, also of several ranks: the sum of the gradients is then read and written
-        // once.
+        // Multiply the rows of several ranks as one matrix, so that the sum of the gradients is
+        // read and written once.
         grads = row_matrix(grads);
         weight_sum.add(grads, row_matrix(rows.gathered[0]));
       }

@@ -65,8 +65,8 @@ c10::SymDimVector all_gather_linear_shape(const at::Tensor& x,
                                           const std::optional<c10::SymInt>& dim_size,
                                           const GroupRank& group_rank);
 
-// Checks scatter(x weightᵀ) + bias, which is sharded along `scatter_dim`; this must not be the last
-// dim. Returns the shape of this rank's shard.
+// Checks scatter(x weightᵀ) + bias, which is sharded along `scatter_dim`, not the last dim. Returns
+// the shape of this rank's shard.
 c10::SymDimVector linear_reduce_scatter_shape(const at::Tensor& x,
                                               const at::Tensor& weight,
                                               const OptionalTensor& bias,

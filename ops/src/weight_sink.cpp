@@ -22,7 +22,7 @@ auto node_of(const at::Tensor& weight) {
 
 // Returns whether the running backward accumulates the gradient that `node` receives into a leaf: a
 // chain of nodes with one input each, such as casts and views, leads to the leaf, and the backward
-// neither leaves the leaf out nor, as torch.autograd.grad does, returns its gradient.
+// includes the leaf and, unlike torch.autograd.grad, does not return its gradient.
 bool accumulates(const Node* node) {
   while (node != nullptr && node->num_outputs() == 1 && node->next_edge(0).is_valid()) {
     node = node->next_edge(0).function.get();

@@ -20,12 +20,12 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// Part of the wire format, like the header.
+// Like PipelineHeader, part of the wire format.
 struct Announcement {
   PipelineHeader header;
   std::uint32_t is_answer = 0;
   std::uint32_t is_direct = 0;
-  std::uint64_t layouts_length = 0;  // of the encoded layouts that follow; 0 if none follow
+  std::uint64_t layouts_length = 0;  // int64 values of the layouts that follow; 0: none
 };
 static_assert(sizeof(Announcement) == 80);
 
@@ -95,7 +95,8 @@ void PipelineLink::open(const ProcessGroupPtr& group) {
       "weft::link_pipeline",
       c10::str("the first message between ranks ", group->getRank(), " and ", peer_)};
   const auto byte = at::zeros({1}, at::TensorOptions(device_).dtype(at::kByte));
-  // NCCL connects two ranks when both call it, so both connect the directions in the same order.
+  // NCCL connects two ranks when both call it, so both ranks connect the directions in the same
+  // order.
   const bool sends_first = group->getRank() < peer_;
   for (const bool sends : {sends_first, !sends_first}) {
     for (auto& work : transfer(context, group, sends, {byte})) {
@@ -212,7 +213,7 @@ std::pair<PipelineLink::Key, PipelineLink::ReceivedMessage> PipelineLink::receiv
                    peer_,
                    " announced ",
                    context.what,
-                   " with something else than a header; link the two ranks on both sides.");
+                   " with bytes that are no header; link the two ranks on both sides.");
   if (announcement.layouts_length > 0) {
     read_layouts(context, group, header.layout_hash, announcement.layouts_length);
   }

@@ -63,9 +63,9 @@ class PipelineLink {
   // respond.
   void shut_down(const ProcessGroupPtr& group);
 
-  // Announces a message; `is_answer`: one of gradients, see message.h. If `is_direct`, also sends
-  // its tensors, which are contiguous and on device(); otherwise the caller sends them over the
-  // group.
+  // Announces a message. `is_answer`: the message is an answer, see message.h. If `is_direct`, also
+  // sends its tensors, which are contiguous and on device(); otherwise the caller sends them over
+  // the group.
   Pending send(const Context& context,
                const ProcessGroupPtr& group,
                const PipelineHeader& header,
@@ -74,8 +74,9 @@ class PipelineLink {
                const std::vector<at::Tensor>& tensors);
 
   // Waits for the announcement of a message and returns the message, whose tensors are in flight.
-  // After a failure in take(), only messages whose announcements were read before can be taken;
-  // after one in send(), none can be sent: a later message would be matched with the failed one.
+  // After a failure in take(), only messages whose announcements were read before the failure can
+  // be taken. After a failure in send(), no message can be sent: a later message would be matched
+  // with the failed one.
   ReceivedMessage take(const Context& context,
                        const ProcessGroupPtr& group,
                        std::int64_t channel,

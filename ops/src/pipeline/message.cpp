@@ -43,7 +43,7 @@ bool is_registered(const ProcessGroupPtr& group) {
 }
 
 // Whether `group` is torch's fake process group, whose other ranks do not exist. Only the name of
-// its backend tells.
+// its backend shows that.
 bool is_fake_group(const ProcessGroupPtr& group) {
   return group->getBackend(c10::DeviceType::CPU)->getBackendName() == "fake";
 }
@@ -52,9 +52,9 @@ c10::Stream current_stream_of(const c10::Device& device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// Returns a contiguous host tensor to which `tensor` is copied. It is complete when the current
-// stream of the tensor's device has been synchronized. From CUDA, it is in pinned memory, to which
-// the device copies without the driver's own staging buffer.
+// Returns a contiguous host tensor to which `tensor` is copied. The copy is complete when the
+// current stream of the tensor's device has been synchronized. A copy from CUDA is in pinned
+// memory, which the device writes without the driver's own staging buffer.
 at::Tensor start_copy_to_host(const at::Tensor& tensor) {
   const auto options = tensor.options().device(at::kCPU).pinned_memory(tensor.is_cuda());
   return at::empty(tensor.sizes(), options).copy_(tensor, /*non_blocking=*/true);
@@ -78,7 +78,7 @@ MessagePtr PipelineMessage::post(Side side,
     message->layouts_.push_back(
         {tensors[i].sizes().vec(), tensors[i].options(), differentiable.at(i)});
   }
-  // May fail, so it comes before the sequence number is taken and anything is sent.
+  // Prepare before a sequence number is assigned and anything is sent, because preparing may fail.
   Contents contents;
   if (side == Side::kSender) {
     contents = message->prepare_to_send(tensors);
@@ -182,7 +182,7 @@ PipelineMessage::Contents PipelineMessage::prepare_to_send(const Tensors& tensor
       copying.insert(current_stream_of(plain.device()));
     }
   }
-  // Once for all tensors of a device, not for each.
+  // Synchronize once per device, not once per tensor.
   for (const auto& stream : copying) {
     stream.synchronize();
   }
@@ -260,7 +260,7 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
                             describe(got),
                             ", which is not what rank ",
                             rank,
-                            " sent; bring both sides in line."));
+                            " sent; pass matching tensors on both sides."));
   }
   const bool looks_alike = describe(got) == describe(expected);
   const auto text = c10::str(op_,
@@ -274,8 +274,8 @@ void PipelineMessage::expect_header(const PipelineHeader& expected) {
                              address_.peer,
                              " sent ",
                              describe(got),
-                             looks_alike ? " with other tensors after the first" : "",
-                             "; bring both sides in line.");
+                             looks_alike ? " with different tensors after the first" : "",
+                             "; pass matching tensors on both sides.");
   if (!collectives::fail_group(*address_.group, text) && side_ == Side::kReceiver) {
     send(header_of(layouts_, Kind::kMismatch), {}, true);
     Traffic::instance().add(MessagePtr::reclaim_copy(this));
@@ -293,7 +293,8 @@ Tensors PipelineMessage::take_tensors(const Layouts& layouts, bool is_answer) {
   wait_for_exchanges();
   auto tensors = std::exchange(host_buffers_, {});
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    // From pinned memory the host does not wait: torch reuses the buffer after the copy.
+    // The host does not wait for a copy from pinned memory: torch reuses the buffer only after the
+    // copy.
     tensors[i] =
         tensors[i].to(layouts[i].options.device(), tensors[i].scalar_type(), /*non_blocking=*/true);
   }

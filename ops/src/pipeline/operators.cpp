@@ -217,7 +217,7 @@ class Wait : public torch::autograd::Function<Wait> {
 class Join : public torch::autograd::Function<Join> {
  public:
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x, at::TensorList tokens) {
-    c10::List<c10::Device> devices;  // not the tokens: they hold messages
+    c10::List<c10::Device> devices;  // saved tokens would keep their messages
     for (const at::Tensor& token : tokens) devices.push_back(token.device());
     ctx->saved_data["devices"] = devices;
     const at::AutoDispatchBelowADInplaceOrView below;

@@ -75,8 +75,8 @@ class ReceiveBuffers {
 
   // The allocator itself reuses smaller blocks.
   static constexpr std::size_t kMinBytes = 64 << 10;
-  // The most storages per key. A schedule needs as many as it has micro-batches in flight times
-  // tensors in a message.
+  // The most storages per key. A schedule needs one for each tensor of a message and micro-batch in
+  // flight.
   static constexpr std::size_t kMaxStorages = 64;
 
   // Weak references count too, as they may become strong at any time. If nothing else refers to

@@ -8,7 +8,7 @@ namespace weft::ops {
 
 namespace {
 
-constexpr std::uint32_t kMagic = 0x77656674;
+constexpr std::uint32_t kMagic = 0x77656674;  // "weft" in ASCII
 
 class LayoutHash {
  public:

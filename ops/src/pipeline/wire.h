@@ -17,8 +17,8 @@ constexpr std::int64_t kMaxChannel = 1022;
 constexpr std::int64_t kLinkChannel = kMaxChannel + 1;
 
 // Returns a tag from 2^29 to 2^30 - 2, made of the channel, the sequence number modulo 2^18 - 1 and
-// is_answer. A multi-host group takes no larger tags. Users' own messages in the group must have
-// smaller ones.
+// is_answer. A multi-host group supports no larger tags. Users' own messages in the group must have
+// smaller tags.
 constexpr int tag_of(std::int64_t channel, std::uint64_t sequence, bool is_answer) {
   constexpr int kFirstTag = 1 << 29;
   constexpr int kSequenceBits = 18;
@@ -30,8 +30,8 @@ constexpr int tag_of(std::int64_t channel, std::uint64_t sequence, bool is_answe
 static_assert(tag_of(kLinkChannel, (1U << 18) - 1, true) == tag_of(kLinkChannel, 0, true));
 static_assert(tag_of(kLinkChannel, (1U << 18) - 2, true) == (1 << 30) - 2);
 
-// Views a contiguous tensor as bytes, which all backends accept. as_strided, because a tensor of
-// one element counts as contiguous with any stride.
+// Views a contiguous tensor as bytes, which all backends accept. Uses as_strided, because a tensor
+// of one element counts as contiguous with any stride.
 inline at::Tensor bytes_of(const at::Tensor& tensor) {
   return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte);
 }

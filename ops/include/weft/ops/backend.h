@@ -4,7 +4,7 @@
 // shared memory within a host and over another backend between hosts. Python uses it through
 // init_process_group("cpu:weft").
 //
-// Its calls and Work objects raise the errors of <weft/collectives/error.h>.
+// The backend's calls and Work objects raise the errors of <weft/collectives/error.h>.
 
 #include <weft/collectives/error.h>
 #include <weft/ops/export.h>
@@ -33,8 +33,8 @@ struct BackendOptions final : c10d::Backend::Options {
 #endif
 
   // Returns a backend over the same ranks, such as gloo, whose send and recv carry bytes between
-  // hosts. Called on every rank of a multi-host group, and not for a group on one host. No other
-  // backend uses `store`.
+  // hosts. Called on every rank of a multi-host group, and not for a group on one host. `store` is
+  // reserved for this backend.
   std::function<c10::intrusive_ptr<c10d::Backend>(const c10::intrusive_ptr<c10d::Store>& store,
                                                   int rank,
                                                   int size,
@@ -47,8 +47,9 @@ struct BackendOptions final : c10d::Backend::Options {
 };
 
 // Makes a process group for CPU tensors over the backend "weft" and registers it: operators find it
-// under `name` as long as the caller holds it. Groups of different names may share a store. Blocks
-// until all `size` ranks have called make_group; sets `options->group_name` to `name`.
+// under `name` as long as the caller keeps the returned pointer. Groups of different names may
+// share a store. Blocks until all `size` ranks have called make_group; sets `options->group_name`
+// to `name`.
 // Errors: those of make_backend; c10::ValueError, before this rank blocks, for an empty name and
 // for a name that is in use in this process (c10d::unregister_process_group frees it).
 WEFT_OPS_API c10::intrusive_ptr<c10d::ProcessGroup> make_group(

@@ -25,7 +25,7 @@ WEFT_OPS_API bool is_tracking_memory();
 WEFT_OPS_API memory::Totals memory_totals();
 // Resets the peak and drops all phases but the current one.
 WEFT_OPS_API void reset_memory_peak();
-// Returns the phases, oldest first, up to the current one: at most 4096, the newest.
+// Returns the newest phases, at most 4096, from the oldest to the current one.
 WEFT_OPS_API std::vector<memory::Phase> memory_phases();
 
 // Begins a phase, a period of the run such as a forward. Memory allocated in it gets `category`,

@@ -35,7 +35,7 @@
 namespace weft::ops {
 
 struct ColumnRowMlpWeights {
-  at::Tensor w1;                      // [f, d]: its product is activated
+  at::Tensor w1;                      // [f, d]: act is applied to x w1ᵀ + b1
   at::Tensor w2;                      // [o, f]
   std::optional<at::Tensor> w3 = {};  // [f, d]: with it the MLP is gated, act(x w1ᵀ) * (x w3ᵀ)
   std::optional<at::Tensor> b1 = {};  // [f]
@@ -49,9 +49,9 @@ struct ColumnRowMlpWeights {
 // with `recompute` only x.
 //
 // With `sequence_dim` (not the last), x and the result are sharded along it: x [..., s, ..., d] ->
-// [..., s, ..., o], of full size `sequence_size`. Communication forward: all-gather of x and
-// reduce-scatter of the result. Backward: all-gather of the gradient and of x, of which only the
-// shard is saved, and reduce-scatter of x's gradient.
+// [..., s, ..., o], of full size `sequence_size`. Communication: forward, all-gather of x and
+// reduce-scatter of the result; backward, all-gather of the result's gradient and of x, of which
+// only the shard is saved, and reduce-scatter of x's gradient.
 WEFT_OPS_API at::Tensor column_row_mlp(const at::Tensor& x,
                                        const ColumnRowMlpWeights& weights,
                                        std::string_view activation,
@@ -60,15 +60,15 @@ WEFT_OPS_API at::Tensor column_row_mlp(const at::Tensor& x,
                                        std::optional<std::int64_t> sequence_dim = {},
                                        std::optional<std::int64_t> sequence_size = {});
 
-// x [..., d] -> x weightᵀ + bias, [..., f]; weight [f, d], bias [f]. Backward one all-reduce of x's
-// gradient. Saves x.
+// x [..., d] -> x weightᵀ + bias, [..., f]; weight [f, d], bias [f]. Backward: one all-reduce of
+// x's gradient. Saves x.
 WEFT_OPS_API at::Tensor column_linear(const at::Tensor& x,
                                       const at::Tensor& weight,
                                       const std::optional<at::Tensor>& bias,
                                       std::string_view group_name);
 
 // x [..., f] -> x weightᵀ summed over the group, + bias, [..., o]; weight [o, f], bias [o]
-// replicated. Forward one all-reduce. Saves x.
+// replicated. Forward: one all-reduce. Saves x.
 WEFT_OPS_API at::Tensor row_linear(const at::Tensor& x,
                                    const at::Tensor& weight,
                                    const std::optional<at::Tensor>& bias,
@@ -78,8 +78,8 @@ WEFT_OPS_API at::Tensor row_linear(const at::Tensor& x,
 // once, or once per chunk: see <weft/ops/overlap.h>.
 //
 // x [..., s, ..., d], sharded along `gather_dim` (not the last), of full size `dim_size` ->
-// gather(x) weightᵀ + bias, [..., S, ..., f]; weight [f, d], bias [f]. Forward one all-gather.
-// Backward one all-gather of x, of which only the shard is saved, and one reduce-scatter of x's
+// gather(x) weightᵀ + bias, [..., S, ..., f]; weight [f, d], bias [f]. Forward: one all-gather.
+// Backward: one all-gather of x, of which only the shard is saved, and one reduce-scatter of x's
 // gradient.
 WEFT_OPS_API at::Tensor all_gather_linear(const at::Tensor& x,
                                           const at::Tensor& weight,
@@ -89,8 +89,8 @@ WEFT_OPS_API at::Tensor all_gather_linear(const at::Tensor& x,
                                           std::optional<std::int64_t> dim_size = {});
 
 // x [..., S, ..., f] -> this rank's shard along `scatter_dim` (not the last) of x weightᵀ summed
-// over the group, + bias, [..., s, ..., o]; weight [o, f], bias [o] replicated. Forward one
-// reduce-scatter, backward one all-gather. Saves x.
+// over the group, + bias, [..., s, ..., o]; weight [o, f], bias [o] replicated. Forward: one
+// reduce-scatter; backward: one all-gather. Saves x.
 WEFT_OPS_API at::Tensor linear_reduce_scatter(const at::Tensor& x,
                                               const at::Tensor& weight,
                                               const std::optional<at::Tensor>& bias,
@@ -99,10 +99,10 @@ WEFT_OPS_API at::Tensor linear_reduce_scatter(const at::Tensor& x,
 
 // A linear layer with an FSDP-style sharded weight; each rank passes its own x. x [..., d] ->
 // x weightᵀ + bias, [..., out_features], where weight [r, d] and bias [r] are this rank's rows of
-// `out_features`, sharded like torch.chunk. At most two shards of other ranks are held at a time.
-// Gradients of weight and bias are summed over the group. Forward one broadcast of each weight
-// shard and one all-gather of the bias. Backward one broadcast of each weight shard, for x's
-// gradient, one reduce of each weight shard's gradient, and one reduce-scatter of the bias's
+// `out_features`, sharded like torch.chunk. A rank stores at most two shards of other ranks at a
+// time. Gradients of weight and bias are summed over the group. Forward: one broadcast of each
+// weight shard and one all-gather of the bias. Backward: one broadcast of each weight shard, for
+// x's gradient, one reduce of each weight shard's gradient, and one reduce-scatter of the bias's
 // gradient. Saves x.
 WEFT_OPS_API at::Tensor sharded_linear(const at::Tensor& x,
                                        const at::Tensor& weight,
@@ -111,7 +111,7 @@ WEFT_OPS_API at::Tensor sharded_linear(const at::Tensor& x,
                                        std::optional<std::int64_t> out_features = {});
 
 // Global ids [...], int64 or int32 -> rows of the full table, [..., d]; weight [v, d] holds the
-// rows [vocab_start, vocab_start + v). Forward one all-reduce. With `vocab_size`, CPU ids outside
+// rows [vocab_start, vocab_start + v). Forward: one all-reduce. With `vocab_size`, CPU ids outside
 // [0, vocab_size) raise c10::IndexError. Without `vocab_size`, and on CUDA, where a check would
 // synchronize, ids outside the table give zeros.
 WEFT_OPS_API at::Tensor vocab_parallel_embedding(const at::Tensor& ids,
@@ -131,7 +131,7 @@ struct CrossEntropyOptions {
 // Cross-entropy over classes that are sharded over the group: logits [..., v] of the classes
 // [vocab_start, vocab_start + v), target [...] of global classes, int64 or int32 -> the loss of
 // torch's cross_entropy, [], or [...] with reduction "none", in float32 (float64 for float64).
-// Communication: forward one all-gather of four numbers per token, backward none. Saves the logits
+// Forward: one all-gather of four numbers per token; backward: no communication. Saves the logits
 // and two numbers per token. If the logits can be viewed as a matrix, the only tensor of their size
 // that is allocated is their gradient. With `vocab_size`, CPU targets that are neither ignore_index
 // nor in [0, vocab_size) raise c10::IndexError.
@@ -141,9 +141,9 @@ WEFT_OPS_API at::Tensor vocab_parallel_cross_entropy(const at::Tensor& logits,
                                                      std::string_view group_name,
                                                      const CrossEntropyOptions& options = {});
 
-// The same for logits = x weightᵀ, computed for one chunk of tokens at a time: x [..., d], weight
-// [v, d]. Forward one all-gather as above, backward one all-reduce of x's gradient. Saves x and two
-// numbers per token.
+// Like vocab_parallel_cross_entropy, for logits = x weightᵀ, computed for one chunk of tokens at a
+// time: x [..., d], weight [v, d]. Forward: one all-gather as above; backward: one all-reduce of
+// x's gradient. Saves x and two numbers per token.
 WEFT_OPS_API at::Tensor vocab_parallel_linear_cross_entropy(
     const at::Tensor& x,
     const at::Tensor& weight,
@@ -154,14 +154,14 @@ WEFT_OPS_API at::Tensor vocab_parallel_linear_cross_entropy(
 
 // The RMS norm of x [..., d] over its last dim, times weight [d]. weight has the dtype of x, or
 // float32 if x has a half-precision type; half precision is computed in float32. The tokens are
-// sharded over the group `group_name`: backward, one all-reduce sums weight's gradient. Saves x and
+// sharded over the group `group_name`. Backward: one all-reduce sums weight's gradient. Saves x and
 // one number per token.
 WEFT_OPS_API at::Tensor rms_norm(const at::Tensor& x,
                                  const std::optional<at::Tensor>& weight,
                                  std::string_view group_name,
                                  double eps = 1e-6);
 
-// The layer norm, like rms_norm, plus bias [d]; a bias requires a weight. Backward one all-reduce
+// The layer norm, like rms_norm, plus bias [d]; a bias requires a weight. Backward: one all-reduce
 // for both parameters. Saves x and two numbers per token.
 WEFT_OPS_API at::Tensor layer_norm(const at::Tensor& x,
                                    const std::optional<at::Tensor>& weight,
@@ -205,12 +205,12 @@ WEFT_OPS_API at::Tensor reduce_from_group(const at::Tensor& x, std::string_view 
 // The following operators shard and unshard tensors over the group. Results are contiguous copies.
 // Further errors: c10::IndexError for a dim that x does not have.
 
-// This rank's shard of x along `dim`. Backward one all-gather.
+// This rank's shard of x along `dim`. Backward: one all-gather.
 WEFT_OPS_API at::Tensor scatter_to_group(const at::Tensor& x,
                                          std::int64_t dim,
                                          std::string_view group_name);
 
-// The full tensor along `dim`, of which x is this rank's shard. Forward one all-gather. The
+// The full tensor along `dim`, of which x is this rank's shard. Forward: one all-gather. The
 // gradient must be equal on all ranks: the backward takes this rank's shard of it, without
 // communication.
 WEFT_OPS_API at::Tensor gather_from_group(const at::Tensor& x,
@@ -218,14 +218,14 @@ WEFT_OPS_API at::Tensor gather_from_group(const at::Tensor& x,
                                           std::string_view group_name,
                                           std::optional<std::int64_t> dim_size = {});
 
-// The same where the ranks' gradients differ: forward one all-gather, backward one reduce-scatter
-// of the gradient.
+// Like gather_from_group, but the ranks' gradients may differ. Forward: one all-gather; backward:
+// one reduce-scatter of the gradient.
 WEFT_OPS_API at::Tensor gather_from_sequence(const at::Tensor& x,
                                              std::int64_t dim,
                                              std::string_view group_name,
                                              std::optional<std::int64_t> dim_size = {});
 
-// This rank's shard along `dim` of x summed over the group. Forward one reduce-scatter, backward
+// This rank's shard along `dim` of x summed over the group. Forward: one reduce-scatter; backward:
 // one all-gather.
 WEFT_OPS_API at::Tensor reduce_scatter_to_sequence(const at::Tensor& x,
                                                    std::int64_t dim,

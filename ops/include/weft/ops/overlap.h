@@ -29,7 +29,7 @@ struct OverlapEntry {
   std::int64_t num_ranks = 0;
   std::int64_t num_rows = 0;   // of the full sequence
   std::int64_t row_bytes = 0;  // of a row of the widest tensor that is communicated
-  bool in_pieces = false;      // chunked
+  bool in_pieces = false;      // whether to communicate in chunks
   double ratio = 0;  // largest ratio of chunked to unchunked time; 0 without a measurement
 };
 

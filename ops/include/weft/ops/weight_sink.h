@@ -1,8 +1,8 @@
 #pragma once
 
-// A sink takes the gradients of the weights of column_row_mlp inside the backward, each as the
-// two factors of gradᵀ x. An optimizer that steps a weight from the factors, some rows at a time,
-// needs no full gradient.
+// A sink receives the weight gradients of column_row_mlp during the backward, each as the two
+// factors of gradᵀ x. An optimizer that steps a weight from the factors, some rows at a time, needs
+// no full gradient.
 
 #include <weft/ops/export.h>
 
@@ -27,9 +27,10 @@ class WEFT_OPS_API WeightSink {
   virtual void begin_backward() = 0;
 
   // The gradient of weight w1, w2 or w3 (`index` 0, 1 or 2) is gradᵀ x with grad [..., out], the
-  // gradient of that linear layer's output, and x [..., in], its input. Under autocast, the weight
-  // is the cast one. Returns whether the sink has used the gradient; if so, autograd gets none.
-  // Called only if autograd would accumulate the gradient into the `.grad` of a leaf.
+  // gradient of that linear layer's output, and x [..., in], its input. Under autocast, the
+  // gradient is that of the cast weight. Returns whether the sink has used the gradient; if so,
+  // autograd gets none. Called only if autograd would accumulate the gradient into the `.grad` of a
+  // leaf.
   virtual bool take(int index, const at::Tensor& grad, const at::Tensor& x) = 0;
 };
 
