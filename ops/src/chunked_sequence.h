@@ -3,8 +3,8 @@
 // Overlaps the communication of a sequence with computation. The sequence is sharded over the group
 // along its first dim; chunk i consists of rows [i * rows_per_chunk, (i + 1) * rows_per_chunk) of
 // every rank's shard. While chunk i is computed, the all-gather of the inputs of chunk i + 1 and
-// the reduce-scatter of the outputs of chunk i - 1 are in flight. A rank holds at most two chunks
-// of each tensor that is gathered or scattered at a time, besides its own shards.
+// the reduce-scatter of the outputs of chunk i - 1 are in flight. Besides its own shards, a rank
+// stores at most two chunks at a time of each tensor that is gathered or scattered.
 //
 //   ChunkedSequence chunks(op, group, dim_size, rows_per_chunk);
 //   chunks.add_input(x);
@@ -27,7 +27,7 @@ struct ChunkRows {
   std::int64_t num_ranks;    // at least 1
   std::int64_t num_rows;     // of each of these ranks, at least 1
   std::int64_t first_row;    // of the first of these ranks, in the full sequence
-  std::int64_t rank_stride;  // from the rows of one rank to those of the next, in the full sequence
+  std::int64_t rank_stride;  // rows between two ranks' first rows in the full sequence
   // [num_ranks * num_rows, ...], contiguous, in the order of add_input().
   std::vector<at::Tensor> gathered;
   // [num_ranks * num_rows, ...], contiguous, to fill; undefined without set_output().

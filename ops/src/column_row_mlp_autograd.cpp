@@ -10,21 +10,21 @@
 //                       while the all-reduce is in flight
 //              InputGradient:  waits for the all-reduce; it is the oldest node, so it runs last
 //
-// Saved besides the weights: x (by both Column nodes), h1 and h3 (by Row). With `recompute`, Row
+// Besides the weights, the Column nodes save x, and Row saves h1 and h3. With `recompute`, Row
 // saves x instead of h1 and h3.
 //
-// With a sharded sequence, Row saves this rank's shard of x for all nodes. Row's backward gathers
-// grad_y, starts to gather x again for the Column nodes (and with `recompute` for itself), and
-// starts to reduce-scatter grad_x, which InputGradient waits for.
+// With a sharded sequence, only Row saves x, this rank's shard, for all nodes. Row's backward
+// gathers grad_y, starts to gather x again for the Column nodes (and with `recompute` for itself),
+// and starts to reduce-scatter grad_x, which InputGradient waits for.
 //
-// When traced, all communication goes through registered operators called below autograd, in
-// program order, so that compile and export see it; the all-reduce is weft::reduce_from_group.
+// When traced, all communication uses registered operators called below autograd, in program order,
+// so that compile and export see it; the all-reduce is weft::reduce_from_group.
 //
 // If w1 and w3 are halves of one weight (gate_up.h), h1 and h3 are halves of one tensor, and so are
 // their gradients: grad_x is one product. This is for eager mode; traced tensors have no storage.
 //
-// A WeightSink may take the gradients of weights: Row and Column then pass it the two factors of a
-// gradient and do not compute their product.
+// A WeightSink may use the gradients of weights: Row and Column then pass the two factors of a
+// gradient to the sink and do not compute their product.
 
 #include "autograd_support.h"
 #include "column_row_mlp.h"
@@ -54,7 +54,7 @@ constexpr std::string_view kOp = "weft::column_row_mlp";
 enum Weight : std::uint8_t { kW1, kW2, kW3 };
 
 // The state that the nodes of one call share: the collectives that Row's backward starts and other
-// nodes wait for, and the weights whose gradients a sink may take.
+// nodes wait for, and the weights whose gradients a sink may use.
 struct SharedState : torch::CustomClassHolder {
   SinkableWeights weights;
   PendingCollective all_reduce;  // of grad_x, in place

@@ -22,8 +22,8 @@
 
 namespace weft::ops {
 
-// Returns `tensor`; if it is undefined, an empty tensor of shape [0], which stands for an absent
-// or unwanted result of an operator.
+// Returns `tensor`; if it is undefined, an empty tensor of shape [0], which represents an absent or
+// unwanted result of an operator.
 inline at::Tensor or_empty_tensor(at::Tensor tensor, const at::Tensor& like) {
   return tensor.defined() ? std::move(tensor) : like.new_empty({0});
 }

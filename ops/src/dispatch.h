@@ -2,8 +2,8 @@
 
 // Typed calls of weft's registered operators through the dispatcher. A call made below autograd
 // (under at::AutoDispatchBelowADInplaceOrView) reaches the device kernel, or the tracer where one
-// is active. <weft/ops/operators.h> describes the arguments, schema.cpp those of the operators with
-// a leading underscore.
+// is active. <weft/ops/operators.h> describes the arguments; schema.cpp describes the operators
+// with a leading underscore.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -97,11 +97,11 @@ bool PendingCollective::has_failed() const {
 
 namespace {
 
-// `overlaps`: see PendingCollective.
-PendingCollective start(std::string_view op,
-                        const at::Tensor& tensor,
-                        const ProcessGroupPtr& group,
-                        bool overlaps) {
+// Starts to sum `tensor` over `group`, in place. `overlaps`: see PendingCollective.
+PendingCollective start_all_reduce(std::string_view op,
+                                   const at::Tensor& tensor,
+                                   const ProcessGroupPtr& group,
+                                   bool overlaps) {
   if (!group || tensor.numel() == 0) {
     return {};
   }
@@ -134,7 +134,7 @@ std::pair<at::Tensor, PendingCollective> start_all_reduce_from_writer(
     }
   }
   write(result);
-  auto pending = start(op, result, group, overlaps);
+  auto pending = start_all_reduce(op, result, group, overlaps);
   return {std::move(result), std::move(pending)};
 }
 
@@ -150,7 +150,7 @@ at::Tensor all_reduce_from_writer(std::string_view op,
 }
 
 void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGroupPtr& group) {
-  start(op, tensor, group, false).wait();
+  start_all_reduce(op, tensor, group, false).wait();
 }
 
 bool is_traced(const at::Tensor& tensor) {

@@ -14,7 +14,7 @@ namespace weft::ops {
 
 // Returns this rank and the number of ranks of `group`; a null group is a group of one.
 GroupRank rank_in(const ProcessGroupPtr& group);
-// The same by the group's name. Errors: those of resolve_group.
+// Like rank_in(group), for the group named `group_name`. Errors: those of resolve_group.
 GroupRank rank_in(std::string_view op, std::string_view group_name);
 
 // The result of a collective in flight, which keeps the inputs alive. Move-only.

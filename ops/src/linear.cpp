@@ -63,8 +63,8 @@ class ColumnLinear : public torch::autograd::Function<ColumnLinear> {
     return dispatch::column_linear(x, weight, bias, group_name);
   }
 
-  // The all-reduce of grad_x is in flight while grad_weight and grad_bias are computed, if these
-  // are needed.
+  // The all-reduce of grad_x is in flight while grad_weight and grad_bias are computed, if they are
+  // needed.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     forbid_double_backward(kColumn);
     const auto& grad_y = grads[0];

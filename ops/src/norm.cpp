@@ -151,7 +151,7 @@ YAndSum meta(const NormCall& call,
 }
 
 // Inputs: x, residual, weight, bias. The last three are optional, and needs_input_grad does not
-// count absent ones. Outputs: y, and with a residual the sum.
+// count absent inputs. Outputs: y and, with a residual, the sum x + residual.
 class NormFunction : public torch::autograd::Function<NormFunction> {
  public:
   static variable_list forward(AutogradContext* ctx,
@@ -201,7 +201,7 @@ class NormFunction : public torch::autograd::Function<NormFunction> {
                                   ctx->saved_data.at("centered").toBool(),
                                   wants_x || wants_residual,
                                   num_params);
-    } else {  // only the sum was used, or neither
+    } else {  // only the sum was used, or no output
       grad_input = has_grad_sum ? grads[1] : at::Tensor();
       if (num_params > 0) {
         grad_params = at::zeros_symint({num_params, weight.sym_size(0)}, weight.options());

@@ -34,7 +34,8 @@ Communication communication_of(const at::Tensor& x,
                                std::optional<std::int64_t> features = std::nullopt);
 
 // The constructor chooses, and may communicate to do so; end_timing() ends the measurement if this
-// call is timed. All ranks of the group must construct the same choices in the same order.
+// call is timed. All ranks of the group must construct an OverlapChoice for the same calls in the
+// same order.
 class OverlapChoice {
  public:
   // `like` has the dtype and device of the call. REQUIRES: group is not null.

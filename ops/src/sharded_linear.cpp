@@ -1,8 +1,9 @@
 // sharded_linear: a linear layer whose weight is sharded by rows over the group, as in FSDP; every
 // rank has its own input. The full weight is not gathered: each shard in turn is broadcast by its
-// owner, multiplied and freed, while the next broadcast is in flight, so a rank holds at most two
-// shards of other ranks. The backward does the same for grad_x, and reduces each shard's gradient
-// to its owner. With W_r the shard of rank r, and grad_y_r the columns of grad_y that belong to it:
+// owner, multiplied and freed, while the next broadcast is in flight, so a rank stores at most two
+// shards of other ranks at a time. The backward does the same for grad_x, and reduces each shard's
+// gradient to its owner. With W_r the shard of rank r, and grad_y_r the columns of grad_y that
+// belong to it:
 //
 //   y = [x W_0ᵀ, x W_1ᵀ, ...] + b    grad_x = Σ grad_y_r W_r    grad_W_r = Σ over ranks grad_y_rᵀ x
 

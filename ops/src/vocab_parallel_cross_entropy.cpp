@@ -2,7 +2,7 @@
 // logits, or from hidden states and this rank's rows of the output matrix.
 //
 // Logits that must be computed, or copied because their rows are not contiguous, are processed in
-// chunks of tokens: besides its inputs and results, a rank holds the logits of one chunk. One
+// chunks of tokens: besides its inputs and results, a rank stores the logits of one chunk. One
 // all-gather exchanges four numbers per token. The inputs and two numbers per token are saved; the
 // backward recomputes the rest.
 

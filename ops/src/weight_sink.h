@@ -15,7 +15,7 @@ namespace weft::ops {
 // Returns the sink of this thread's innermost WeightSinkGuard; null without a guard.
 const std::shared_ptr<WeightSink>& current_weight_sink();
 
-// The weights of one call of column_row_mlp, whose gradients a sink may take: see
+// The weights of one call of column_row_mlp, with the sink that may use their gradients: see
 // <weft/ops/weight_sink.h>.
 class SinkableWeights {
  public:

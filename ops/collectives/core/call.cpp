@@ -63,7 +63,7 @@ SignatureHeader header_of(Op op, const TensorFacts& facts, int root = -1) {
   return header;
 }
 
-SignatureHeader with(ReduceOp op, SignatureHeader header) {
+SignatureHeader with_reduce_op(ReduceOp op, SignatureHeader header) {
   header.reduce_op = op;
   return header;
 }
@@ -73,12 +73,12 @@ SignatureHeader with(ReduceOp op, SignatureHeader header) {
 CollectiveCall barrier_call() { return {}; }
 
 CollectiveCall all_reduce_call(const TensorFacts& facts, ReduceOp op, Input input, Output output) {
-  return {with(op, header_of(Op::kAllReduce, facts)), {}, {}, {input}, {output}};
+  return {with_reduce_op(op, header_of(Op::kAllReduce, facts)), {}, {}, {input}, {output}};
 }
 
 CollectiveCall reduce_call(
     const TensorFacts& facts, ReduceOp op, Input input, Output output, int root, int rank) {
-  CollectiveCall call{with(op, header_of(Op::kReduce, facts, root)), {}, {}, {input}, {}};
+  CollectiveCall call{with_reduce_op(op, header_of(Op::kReduce, facts, root)), {}, {}, {input}, {}};
   if (rank == root) call.outputs = {output};
   return call;
 }
@@ -88,7 +88,7 @@ CollectiveCall reduce_scatter_call(
   auto send_counts = counts_of(inputs);
   auto receive_counts = only_at(rank, output.num_elements, inputs.size());
   const SignatureHeader header = header_of(Op::kReduceScatter, dtype, total(send_counts));
-  return {with(op, header),
+  return {with_reduce_op(op, header),
           std::move(send_counts),
           std::move(receive_counts),
           std::move(inputs),

@@ -17,7 +17,8 @@ namespace weft::collectives {
 //
 // sleep() returns at once if the doorbell has been rung since start_listening().
 //
-// Thread safety: ring() from any thread; the other three from one thread at a time.
+// Thread safety: ring() may be called from any thread, the other three functions from one thread at
+// a time.
 class alignas(64) Doorbell {
  public:
   void ring();

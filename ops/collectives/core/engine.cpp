@@ -352,7 +352,7 @@ void Engine::leave() {
   if (fork_generation() != fork_generation_ || has_left_.exchange(true)) return;
   shared_.rank(options_.rank).state.store(RankState::kLeft);
   for (int rank = 0; rank < options_.size; ++rank) shared_.rank(rank).doorbell.ring();
-  poll();  // if another thread drives, the doorbell has woken it and it does the same
+  poll();  // fails the unfinished operations, unless the driver, woken above, does so
   const std::lock_guard lock(mutex_);
   changed_.notify_all();
   background_sleeps_ = false;

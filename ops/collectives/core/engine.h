@@ -49,7 +49,7 @@ class Engine final : public Group {
   size_t resident_bytes() const override { return membership_.segment.resident_bytes(); }
   size_t own_resident_bytes() const override;
 
-  // check_usable() throws the errors of submit(), check_not_forked() those of wait().
+  // check_usable() throws the errors of submit(); check_not_forked() throws those of wait().
   void check_usable() const;
   void check_not_forked() const;
   // The ranks that have not arrived at the barrier where this rank waits: ranks of this host, and

@@ -152,8 +152,8 @@ bool Messages::write_to(int peer, std::vector<MessagePtr>& ended) {
   const auto chunk_bytes = static_cast<int64_t>(shared_.ring_bytes() / 4 - sizeof(FrameHeader));
   while (!queues.granted.empty()) {
     const MessagePtr message = queues.granted.front();
-    const auto left = static_cast<int64_t>(message->num_bytes() - message->num_moved_);
-    const int64_t payload = std::min(left, chunk_bytes);
+    const auto remaining = static_cast<int64_t>(message->num_bytes() - message->num_moved_);
+    const int64_t payload = std::min(remaining, chunk_bytes);
     if (ring.space() < payload) break;
     ring.write({FrameKind::kData,
                 message->dtype,
@@ -166,7 +166,7 @@ bool Messages::write_to(int peer, std::vector<MessagePtr>& ended) {
     shared_.rank(peer).doorbell.ring();
     message->num_moved_ += static_cast<uint64_t>(payload);
     wrote = true;
-    if (payload == left) {
+    if (payload == remaining) {
       queues.granted.pop_front();
       end(message, ended);
     }

@@ -23,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 constexpr const char* kSegmentKey = "segment";
 constexpr const char* kNoSegment = "none ";  // followed by the reason, if there is no segment
 
-// The interval at which a waiting rank checks whether the others can still join.
+// The interval at which a waiting rank checks whether the other ranks can still join.
 constexpr std::chrono::milliseconds kCheckInterval{100};
 
 // The interval at which a rank polls the store for the key of another rank and for a failure.
@@ -151,9 +151,9 @@ class Rendezvous {
 
   // Returns the value that rank `from_rank` sets for the key; waits for it until the deadline.
   [[nodiscard]] std::string get(const std::string& key, int from_rank) const {
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now());
+    const auto remaining = std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now());
     try {
-      return store_.get(key, std::max(left, std::chrono::milliseconds(1)));
+      return store_.get(key, std::max(remaining, std::chrono::milliseconds(1)));
     } catch (const std::exception& error) {
       if (Clock::now() + kClockTolerance < deadline_) {
         throw GroupAbortedError("weft: rank " + std::to_string(options_.rank) + " of group '" +

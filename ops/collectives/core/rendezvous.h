@@ -52,7 +52,7 @@ Membership join_on_host(const Store& store, const GroupOptions& options);
 struct Identities {
   std::vector<std::string> hosts;    // by rank
   std::vector<GroupConfig> configs;  // by rank
-  std::string nonce;                 // the one that rank 0 published; identifies the group
+  std::string nonce;                 // published by rank 0; identifies the group
 };
 
 // Blocks until all ranks have published their identities (host, group configuration and nonce), and

@@ -6,7 +6,7 @@
 //
 // A rank copies data of collectives through its staging buffers, and data of messages through
 // one ring for each destination rank. Staging and signatures have two buffers per rank: a rank
-// writes the next one while a slower rank still reads the previous one. collective.h says when a
+// writes the next buffer while a slower rank still reads the previous one. collective.h says when a
 // rank may overwrite a buffer.
 
 #include "doorbell.h"
@@ -104,7 +104,7 @@ class SharedState {
   SignatureHeader& signature(int rank, int buffer) const;
   std::span<int64_t> signature_counts(int rank, int buffer) const;
   std::byte* staging(int rank, int buffer) const;
-  // Returns the ranges of the segment that hold the data `rank` writes: its staging buffers and the
+  // Returns the ranges of the segment for the data that `rank` writes: its staging buffers and the
   // rings from it.
   std::array<Range<size_t>, 2> ranges_written_by(int rank) const;
   RingHeader& ring(int from, int to) const;

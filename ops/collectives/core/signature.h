@@ -25,7 +25,7 @@ struct SignatureHeader {
   ReduceOp reduce_op = ReduceOp::kNone;
   DType dtype = DType::kUInt8;
   uint8_t num_dims = 0;  // of the tensor; if it has more than kMaxDims, the last item of `shape` is
-                         // a digest of the remaining ones
+                         // a hash of the remaining dims
   int32_t root = -1;
   int32_t position = 0;  // of the tensor in a coalesced call, from 0
   int32_t num_coalesced = 1;

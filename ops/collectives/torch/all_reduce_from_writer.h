@@ -7,7 +7,7 @@
 
 namespace weft::collectives {
 
-// Writes a rank's summand into its argument, a contiguous uninitialised tensor.
+// Writes a rank's summand into its argument, a contiguous uninitialized tensor.
 using WriteInput = std::function<void(at::Tensor&)>;
 
 // Starts an all-reduce over `group`: `result` receives the sum of the tensors that `write_input`

@@ -15,7 +15,7 @@ namespace weft::collectives {
 // c10d's value for a call without a timeout of its own.
 constexpr auto kUnset = std::chrono::milliseconds(-1);
 
-// Returns the tensor of a list that must hold exactly one.
+// Returns the tensor of a list that must hold exactly one tensor.
 const at::Tensor& single_tensor(std::string_view op, const std::vector<at::Tensor>& tensors);
 // Returns the only list of `lists`, which must hold one tensor per rank.
 const std::vector<at::Tensor>& list_for_all(std::string_view op,
@@ -26,7 +26,7 @@ void check_flat(std::string_view op,
                 int64_t full_elements,
                 int64_t segment_elements,
                 int num_ranks);
-// Checks that a call got one of `what` ("outputs") for each rank.
+// Checks that `count`, the number of `what` ("outputs") that the call got, is one for each rank.
 void check_one_per_rank(std::string_view op, std::string_view what, size_t count, int num_ranks);
 void check_pairs(std::string_view op, size_t num_outputs, size_t num_inputs);
 

@@ -4,7 +4,7 @@
 
 #include <string>
 
-// How a group's backend for CPU tensors treats messages whose two sides differ.
+// How a group's backend for CPU tensors handles messages whose two sides differ.
 namespace weft::collectives {
 
 // Whether both sides of a message raise if their sizes differ. True for weft's backend, also under

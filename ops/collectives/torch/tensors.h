@@ -59,9 +59,9 @@ class TensorPack {
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_backs_;  // to, from
 };
 
-// Return copies of the inputs that overlap an output, and the other inputs unchanged: an output may
-// be written while other portions of an input are read. The single tensor and item `own_idx` of the
-// list may be the same memory, because a rank writes its own segment only where it has read it.
+// Return the inputs, with copies of those that overlap an output: an output may be written while
+// other portions of the input are read. Exception: the single tensor may be the same memory as item
+// `own_idx` of the list, because a rank overwrites its own segment only after it has read it.
 at::Tensor copy_if_overlapping(const std::vector<at::Tensor>& outputs,
                                const at::Tensor& input,
                                int own_idx = -1);
@@ -69,7 +69,7 @@ std::vector<at::Tensor> copy_overlapping(const at::Tensor& output,
                                          const std::vector<at::Tensor>& inputs,
                                          int own_idx);
 // For calls that run one after another and write outputs[i] from inputs[i]: returns the inputs,
-// with copies of those that an earlier call writes.
+// with copies of the inputs that an earlier call overwrites.
 std::vector<at::Tensor> copy_if_written_earlier(const std::vector<at::Tensor>& outputs,
                                                 const std::vector<at::Tensor>& inputs);
 // Whether the memory of `segment` is the segment of rank `rank` in `full`. False unless both are

@@ -43,7 +43,7 @@ CollectiveWork::CollectiveWork(std::shared_ptr<Group> group,
 }
 
 void CollectiveWork::add(const OperationPtr& operation) {
-  ++completion_->num_left;
+  ++completion_->num_unfinished;
   operations_.push_back(operation);
   operation->on_done = [first = std::move(operation->on_done),
                         completion = completion_](std::exception_ptr error) {
@@ -61,7 +61,7 @@ void CollectiveWork::on_operation_done(const std::shared_ptr<Completion>& comple
                                        const std::exception_ptr& operation_error) {
   const std::lock_guard lock(completion->mutex);
   if (completion->error == nullptr) completion->error = operation_error;
-  if (--completion->num_left > 0) return;
+  if (--completion->num_unfinished > 0) return;
   if (completion->end_of_profile) std::exchange(completion->end_of_profile, nullptr)();
   if (!completion->future) return;
   complete_on_task_thread(
@@ -123,7 +123,7 @@ c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
   if (!completion_->future) {
     completion_->future =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    if (completion_->num_left == 0) completion_->complete(*completion_->future);
+    if (completion_->num_unfinished == 0) completion_->complete(*completion_->future);
   }
   return completion_->future;
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// c10d's handle of a call in flight.
+// c10d's handle for a call in flight.
 
 #include "group.h"
 
@@ -24,7 +24,8 @@ class CollectiveWork final : public c10d::Work {
                  const std::vector<at::Tensor>& inputs,
                  std::vector<at::Tensor> outputs);
 
-  // Call it once for each operation, before any is submitted: extends the operation's on_done.
+  // Call it once for each operation, before any of them is submitted: extends the operation's
+  // on_done.
   void add(const OperationPtr& operation);
 
   bool isCompleted() override;
@@ -42,13 +43,13 @@ class CollectiveWork final : public c10d::Work {
   // Outlives the work: a call completes even if its work is dropped.
   struct Completion {
     std::mutex mutex;
-    size_t num_left = 0;
+    size_t num_unfinished = 0;
     std::exception_ptr error;
     std::vector<at::Tensor> outputs;
     c10::intrusive_ptr<c10::ivalue::Future> future;
     std::function<void()> end_of_profile;
 
-    // REQUIRES: num_left == 0.
+    // REQUIRES: num_unfinished == 0.
     void complete(c10::ivalue::Future& to_complete) const;
   };
 

@@ -9,7 +9,7 @@ namespace weft::memory {
 namespace {
 
 constexpr int kNone = -1;
-thread_local int thread_category = kNone;  // that of the innermost ScopedCategory
+thread_local int thread_category = kNone;  // of the innermost ScopedCategory
 
 }  // namespace
 

@@ -33,7 +33,7 @@ class Ledger {
   Ledger& operator=(const Ledger&) = delete;
 
   // Records a block. REQUIRES: `header.num_bytes` is set. The category is that of this thread's
-  // ScopedCategory, or else that of the phase.
+  // ScopedCategory or, without one, that of the phase.
   void add(BlockHeader& header);
   void remove(BlockHeader& header);
 

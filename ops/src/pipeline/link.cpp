@@ -60,7 +60,8 @@ std::string text_of_current_exception() {
   }
 }
 
-// Ends the batch after an error. The caller raises that error, not the one of endCoalescing().
+// Ends the coalesced batch after an error. The caller raises that error, not an error of
+// endCoalescing().
 void end_quietly(c10d::Backend& backend) {
   try {
     backend.endCoalescing();
@@ -291,7 +292,7 @@ PipelineLink::Pending PipelineLink::transfer(const Context& context,
       try {
         std::ranges::for_each(byte_views, start);
       } catch (...) {
-        end_quietly(*backend);  // otherwise later calls of this thread would join the batch
+        end_quietly(*backend);  // otherwise later calls on this thread would join the batch
         throw;
       }
       return backend->endCoalescing();

@@ -3,7 +3,7 @@
 // Point-to-point messages between two ranks of a group: lists of tensors on numbered channels, with
 // several in flight at a time. Both sides number the messages of a channel and direction from 0. A
 // message is a header of 64 bytes followed by the tensors. If some of them are differentiable, the
-// answer is a message of their gradients.
+// receiver answers with a message of their gradients.
 //
 // Tensors on devices other than the CPU are copied through host memory, unless the two ranks have a
 // link (link.h) and all tensors of the message are on the link's device. Everything here works
@@ -37,15 +37,15 @@ struct PipelineAddress {
 
 // One message and its answer, on one side.
 // Errors when waiting: CollectiveMismatchError if the two sides differ. With weft's backend the
-// group then has failed and both sides raise; with others the sender raises when it waits for the
-// gradients. ValueError for a second wait for a received message, or a second backward. Errors of
-// the backend.
+// group then has failed and both sides raise; with other backends the sender raises when it waits
+// for the gradients. ValueError for a second wait for a received message, or a second backward.
+// Errors of the backend.
 class PipelineMessage final : public torch::CustomClassHolder {
  public:
   enum class Side { kSender, kReceiver };
 
-  // Posts the message. The sender sends `tensors`; the receiver takes shapes, dtypes and devices
-  // from them. `differentiable`: one flag per tensor.
+  // Posts the message. The sender sends `tensors`; the receiver uses only their shapes, dtypes and
+  // devices. `differentiable`: one flag per tensor.
   static c10::intrusive_ptr<PipelineMessage> post(Side side,
                                                   PipelineAddress address,
                                                   const std::vector<at::Tensor>& tensors,
@@ -69,7 +69,7 @@ class PipelineMessage final : public torch::CustomClassHolder {
 
   // Receiver: answers with the gradients of the differentiable tensors, in order. Call it once.
   void send_gradients(const std::vector<at::Tensor>& gradients);
-  // Sender: receives that answer. Call it once.
+  // Sender: receives the answer and returns the gradients. Call it once.
   std::vector<at::Tensor> receive_gradients();
 
  private:

@@ -28,8 +28,8 @@ class ReceiveBuffers {
  public:
   static ReceiveBuffers& instance() { return process_wide<ReceiveBuffers>(); }
 
-  // Returns an uninitialised contiguous host tensor for a message of this address, or for its
-  // answer. Reuses the storage of an earlier one with as many bytes, if no tensor refers to it.
+  // Returns an uninitialized contiguous host tensor for a message of this address, or for its
+  // answer. Reuses a storage of the same size from an earlier message, if no tensor refers to it.
   at::Tensor take(const PipelineAddress& address,
                   bool is_answer,
                   at::IntArrayRef sizes,
@@ -51,7 +51,7 @@ class ReceiveBuffers {
     if (fitting != storages.end()) {
       return tensor_on(*fitting, sizes, options);
     }
-    // No free storage fits, so the layouts may have changed: evict the free ones.
+    // No free storage fits, so the layouts may have changed: evict the free storages.
     const auto free = std::ranges::partition(storages, std::not_fn(is_free));
     std::ranges::move(free, std::back_inserter(evicted));
     storages.erase(free.begin(), free.end());

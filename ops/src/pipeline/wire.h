@@ -43,7 +43,8 @@ struct TensorLayout {
   bool differentiable;
 };
 
-// The first 64 bytes of a message; the wire format.
+// The first 64 bytes of a message; the wire format. The members first_* describe the first tensor,
+// for error messages.
 struct PipelineHeader {
   enum class Kind : std::uint8_t { kData = 1, kGradients, kMismatch };
 

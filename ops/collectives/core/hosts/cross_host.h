@@ -47,8 +47,8 @@ class CrossHost {
   // Broadcasts bytes from the leader to the ranks of this host.
   void broadcast_on_host(std::byte* data, size_t num_bytes);
   // Called on every leader: reduce the partial results of all hosts in place, on the leader of
-  // `host` or on all leaders. all_reduce_between_leaders() reduces large ones by segments if there
-  // are three or more leaders.
+  // `host` or on all leaders. all_reduce_between_leaders() reduces large partial results by
+  // segments if there are three or more leaders.
   void reduce_on_leader_of(int host, std::byte* partial, int64_t num_elements);
   void all_reduce_between_leaders(std::byte* partial, int64_t num_elements);
   void all_reduce_in_segments(std::byte* partial, int64_t num_elements);

@@ -4,7 +4,7 @@
 
 namespace weft::collectives {
 
-// Uninitialised memory for a step of a collective. Large blocks are allocated with mmap(): malloc
+// Uninitialized memory for a step of a collective. Large blocks are allocated with mmap(): malloc
 // would keep freed memory in one arena per thread, and many groups have many threads.
 class Scratch {
  public:

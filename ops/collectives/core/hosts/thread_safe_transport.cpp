@@ -11,7 +11,7 @@ std::unique_ptr<Transfer> ThreadSafeTransport::post(int peer, const Post& post_i
   const std::lock_guard lock(transport_mutex_);
   {
     const std::lock_guard state(mutex_);
-    if (is_given_up_) throw TransportError(peer, "the group has failed or was left");
+    if (is_given_up_) throw TransportError(peer, "the group has failed, or this rank has left it");
   }
   try {
     return post_it();
@@ -37,17 +37,17 @@ std::unique_ptr<Transfer> ThreadSafeTransport::receive(int peer,
 void ThreadSafeTransport::wait(Transfer& transfer, int peer, Deadline deadline) {
   {
     const std::lock_guard lock(mutex_);
-    if (is_given_up_) throw TransportError(peer, "the group has failed or was left");
+    if (is_given_up_) throw TransportError(peer, "the group has failed, or this rank has left it");
     waited_for_.insert(&transfer);
   }
   const auto forget = [&] {
     const std::lock_guard lock(mutex_);
     waited_for_.erase(&transfer);
   };
-  const auto left =
+  const auto remaining =
       std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
   try {
-    transfer.wait(std::max(left, std::chrono::milliseconds(1)));
+    transfer.wait(std::max(remaining, std::chrono::milliseconds(1)));
   } catch (const std::exception& error) {
     forget();
     throw TransportError(peer, error.what());

@@ -41,8 +41,8 @@ struct BackendOptions final : c10d::Backend::Options {
                                                   std::chrono::milliseconds timeout)>
       make_transport;
 
-  // Upper limit of the staging buffers and message rings of all ranks of the group on this host
-  // together, unless their minimum sizes need more. Must be equal on all ranks of a host.
+  // Upper limit for the size of the staging buffers and message rings of all ranks of the group on
+  // this host together, unless their minimum sizes need more. Must be equal on all ranks of a host.
   std::size_t staging_limit_bytes = std::size_t{16} << 20;
 };
 
@@ -78,7 +78,7 @@ WEFT_OPS_API c10::intrusive_ptr<c10d::Backend> make_backend(
 WEFT_OPS_API std::size_t shared_memory_bytes();
 
 // Announces to the peers of all groups that this process exits. A program that keeps its groups
-// until it exits calls this function before it exits.
+// until it exits must call this function before it exits.
 WEFT_OPS_API void leave_all_groups();
 
 }  // namespace weft::ops

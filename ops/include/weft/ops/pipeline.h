@@ -19,14 +19,14 @@ namespace weft::ops {
 using MakeLinkBackend = std::function<c10::intrusive_ptr<c10d::Backend>(int rank, int towards)>;
 
 // Links this rank and `peer` of `group`: messages between them whose tensors are all on `device`
-// are sent over two backends, one per direction, that `make` returns; other messages are sent as
-// without a link. `make` is called for `towards` 0 first; the lower of the two group ranks is rank
-// 0. Both ranks call link_pipeline before they exchange messages. The call blocks until both ranks
-// have called it, so all ranks must link the pairs of all groups in the same order. The headers of
-// the messages are sent over the group's backend for CPU tensors.
+// are sent over two backends, one per direction, that `make` returns; all other messages are sent
+// through host memory, as without a link. `make` is called for `towards` 0 first; the lower of the
+// two group ranks is rank 0. Both ranks call link_pipeline before they exchange messages. The call
+// blocks until both ranks have called it, so all ranks must link the pairs of all groups in the
+// same order. The headers of the messages are sent over the group's backend for CPU tensors.
 //
 // A sent message is in flight until the peer waits for it or for a later one: a device
-// synchronisation on both ranks before that deadlocks.
+// synchronization on both ranks before that deadlocks.
 // Errors: ValueError for a group without a CPU backend, for an invalid peer, for a pair that is
 // linked already, and for a backend whose size is not 2 or whose rank is not the one passed to
 // `make`; TypeError if `make` returns no backend.
