@@ -50,12 +50,13 @@ std::int64_t tokens_per_chunk(std::int64_t num_entries,
 //
 // CPU: 32 MiB of logits; smaller chunks have slower products.
 //
-// CUDA: more if fewer than 2048 tokens fit into 32 MiB. A chunk's product with t tokens computes
-// 2 t operations for each entry of the gradient, and reads and writes the entry's 4 bytes: on an
-// H100 (700 TFLOP/s in bfloat16, 3 TB/s), computing takes as long as the memory traffic from 933
-// tokens on; 2048 tokens are about twice that. Beyond 32 MiB, the logits have at most as many bytes
-// as the weight. In bfloat16 and float16, the logits then do not raise the peak: at the end, the
-// sum is converted from float32 to a tensor with as many bytes as the weight.
+// CUDA: more if fewer than 2048 tokens fit into 32 MiB: the logits of 2048 tokens, or of
+// num_features tokens if that is fewer. A chunk's product with t tokens computes 2 t operations for
+// each entry of the weight's gradient, and reads and writes the entry's 4 bytes: on an H100 (700
+// TFLOP/s in bfloat16, 3 TB/s), computing takes as long as the memory traffic from 933 tokens on;
+// 2048 tokens are about twice that. Beyond 32 MiB, the logits have at most as many bytes as the
+// weight. In bfloat16 and float16, the logits then do not raise the peak: at the end, the sum is
+// converted from float32 to a tensor with as many bytes as the weight.
 std::int64_t tokens_per_product_chunk(const c10::Device& device,
                                       at::IntArrayRef weight_sizes,
                                       at::ScalarType dtype);

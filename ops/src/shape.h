@@ -23,7 +23,7 @@ void check_like_x(std::string_view op,
                   std::string_view name);
 // Checks that x is float32, float64, bfloat16 or float16. `name` is the argument's name in errors.
 void check_floating(std::string_view op, const at::Tensor& x, std::string_view name);
-// The same for the argument x, which must also have at least one dim.
+// Like check_floating, for the argument named x, which must also have at least one dim.
 void check_input(std::string_view op, const at::Tensor& x);
 
 // Checks act(x w1ᵀ + b1) [* (x w3ᵀ + b3)] w2ᵀ + b2; returns the shape of the output.

@@ -2,7 +2,7 @@
 //
 //   shards                      gathers               the full tensor
 //   scatter_to_group            gather_from_group     is equal on all ranks
-//   reduce_scatter_to_sequence  gather_from_sequence  differs, and is summed over the ranks
+//   reduce_scatter_to_sequence  gather_from_sequence  differs between ranks, and is summed
 //   all_to_all                  all_to_all            does not exist
 //
 // "The full tensor" is the input of the operator that shards, and the gradient of the output of the

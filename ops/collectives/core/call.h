@@ -28,7 +28,7 @@ struct TensorFacts {
   std::vector<int64_t> shape;
 };
 
-// Made by the functions below, with this number of `inputs`, then of `outputs`, on a rank:
+// Made by the functions below. The number of `inputs` and of `outputs` on a rank:
 //   barrier         none; none
 //   all_reduce      one; one, which may be the input
 //   reduce          one; one on the root, which may be the input

@@ -71,7 +71,7 @@ class Engine final : public Group {
   void check_peers(const std::string& what);
 
  private:
-  // The following run on the driver. REQUIRES: is_driven_, set by this thread.
+  // Only the driver calls the following. REQUIRES: is_driven_, set by this thread.
   bool advance();
   void drive(const Operation* until);
   void take_inbox();

@@ -19,12 +19,13 @@ struct GroupConfig {
   bool has_transport = false;           // whether this rank can create a transport to other hosts
 
   static std::string own_version();
-  // One line of words. From a line that another version wrote, parse() reads only the version.
+  // to_string() returns one line of words, which parse() reads; from a line that another version
+  // wrote, parse() reads only the version.
   std::string to_string() const;
   static GroupConfig parse(const std::string& text);
 };
 
-// Returns nullopt if the ranks can form group `name`, otherwise an error text. They need one
+// Returns nullopt if the ranks can form group `name`, otherwise an error text. The ranks need one
 // version, one staging limit on each host, and in a multi-host group a transport on each rank.
 std::optional<std::string> config_mismatch(const HostLayout& layout,
                                            const std::vector<GroupConfig>& by_rank,

@@ -41,9 +41,9 @@ struct Membership {
 
 // Joins a group on one host; blocks until all ranks have joined. After success, the store holds no
 // key that a later group with the same keys could read. After a failure, keys stay in the store, so
-// the next group needs other keys; if the shared memory could not be created or opened, they tell
-// ranks that join later the cause. REQUIRES: all ranks are on one host and have the same group
-// configuration. Errors: CollectiveTimeoutError naming missing ranks; PeerLostError if a
+// the next group needs other keys; if the shared memory could not be created or opened, these keys
+// report the cause to ranks that join later. REQUIRES: all ranks are on one host and have the same
+// group configuration. Errors: CollectiveTimeoutError naming missing ranks; PeerLostError if a
 // process ended in the meantime; GroupAbortedError if the shared memory cannot be created or
 // opened, or the store cannot be read. The other ranks that wait throw the same error, unless they
 // cannot read the store.

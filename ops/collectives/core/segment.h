@@ -16,7 +16,7 @@ struct SegmentAddress {
   pid_t pid = 0;
   int descriptor = -1;
   size_t num_bytes = 0;
-  uint64_t nonce = 0;  // also in the segment's first eight bytes: identifies it when it is opened
+  uint64_t nonce = 0;  // also in the segment's first eight bytes, to identify the segment
 
   std::string to_string() const;
   // Errors: std::invalid_argument for a text that is not from to_string().

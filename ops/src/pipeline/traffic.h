@@ -63,8 +63,8 @@ class Traffic {
 
   std::mutex mutex_;
   PerGroup<Counters> next_;
-  // One list for all groups: every new message drops the messages that are over, and messages keep
-  // their group alive.
+  // One list for all groups: every new message drops finished messages of all groups, because
+  // messages keep their group alive.
   std::list<Message> unfinished_;
 };
 

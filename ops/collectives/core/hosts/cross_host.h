@@ -102,7 +102,7 @@ class CrossHost {
   List of_own_ranks(const List& by_rank) const;
   Input input() const { return call_.inputs.front(); }
   Output output() const { return call_.outputs.front(); }
-  // For a call with an input or output for each rank.
+  // REQUIRES: the call has an input, or an output, for each rank.
   const Input& input_of(int rank) const { return call_.inputs[static_cast<size_t>(rank)]; }
   const Output& output_of(int rank) const { return call_.outputs[static_cast<size_t>(rank)]; }
   int root() const { return call_.header.root; }

@@ -69,7 +69,7 @@ class MultiHostGroup final : public Group {
   const HostLayout layout_;
   const Store store_;
   const std::string nonce_;
-  const std::string failure_key_;  // under which hosts report a failure to each other
+  const std::string failure_key_;  // of the store, for reports between hosts
   const unsigned fork_generation_;
   Engine local_group_;
   ThreadSafeTransport transport_;
