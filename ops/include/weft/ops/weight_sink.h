@@ -35,8 +35,8 @@ class WEFT_OPS_API WeightSink {
 };
 
 // The backward of each column_row_mlp that this thread calls while the guard exists passes the
-// gradients of the weights to `sink`, if autograd accumulates them. Calls that are traced by a
-// compiler do not use the sink.
+// gradients of the weights to `sink`, if autograd accumulates them. Calls that a compiler traces
+// pass no gradients to the sink.
 class WEFT_OPS_API WeightSinkGuard {
  public:
   explicit WeightSinkGuard(std::shared_ptr<WeightSink> sink);
