@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Aliases(MetaPathFinder, Loader):
-    """Finds modules of `package` under second paths; `modules`: second path -> path, both relative to the package."""
+    """Finds modules of `package` under aliases; `modules`: alias -> real module path, both relative to the package."""
 
     def __init__(self, package: str, modules: Mapping[str, str]) -> None:
         self._modules = {f"{package}.{alias}": f"{package}.{module}" for alias, module in modules.items()}

@@ -57,7 +57,7 @@ class Mesh:
 class Rule:
     """Gives `style` and options to the modules whose names match `pattern`.
 
-    `heads`: the name of an attribute of the layer's parent module: the number of heads in the layer's output (style
+    `heads`: the name of the attribute of the layer's parent module that counts the heads in the layer's output (style
     "row": in its input). `recompute`: the forward saves only the module's input, and the backward recomputes the rest.
     `offload`: tensors saved for the backward are kept in CPU memory. `precision`: "float32", "bfloat16" or "float16",
     the dtype that the module and the modules below it compute in. ValueError: an unknown style or precision.
@@ -106,8 +106,8 @@ class Plan:
         """The modules to which a rule applies, with their rules, in the order of `module_names` ("": the model itself).
 
         Rules that give a module the same style are merged into one rule that has the options of all of them. A module
-        of the style column_row_mlp, attention, sequence_parallel or ignore owns the modules below it. If rules give an
-        owned module the owner's style, and no options or the owner's options, it is left out. ValueError: a pattern
+        of the style column_row_mlp, attention, sequence_parallel or ignore owns the modules below it. An owned module
+        is left out if its rules give the owner's style, with no options or the owner's options. ValueError: a pattern
         that matches no module; rules that disagree on a module; a rule of an owned module that disagrees with the
         owner's.
         """
@@ -466,7 +466,8 @@ class LinearTime:
     def fixed(self) -> float: ...
     @property
     def per_sample(self) -> float: ...
-    def at(self, num_samples: float) -> float: ...
+    def at(self, num_samples: float) -> float:
+        """The time for a micro-batch of `num_samples` samples."""
 
 @final
 class MeasuredTime:
@@ -478,7 +479,8 @@ class MeasuredTime:
     """
 
     def __init__(self, num_samples: Sequence[int], times: Sequence[float]) -> None: ...
-    def at(self, num_samples: float) -> float: ...
+    def at(self, num_samples: float) -> float:
+        """The time for a micro-batch of `num_samples` samples."""
 
 @final
 class StageProfile:

@@ -110,8 +110,8 @@ def _is_applied(model: nn.Module, mesh: DeviceMesh, key: Any) -> bool:
         return False
     if state.mesh != mesh:
         raise ValueError(
-            f"parallelize: this {state.original_class.__name__} is on the mesh {state.mesh} already and was given "
-            f"{mesh}; build the model anew for another mesh."
+            f"parallelize: this {state.original_class.__name__} was already parallelized on the mesh {state.mesh}, "
+            f"not on {mesh}; build the model anew for another mesh."
         )
     if state.plan_key != key:
         raise ValueError(
@@ -137,9 +137,10 @@ def _is_library(module: str) -> bool:
 
 
 def _ignored_modules(model: nn.Module, assignments: Assignments) -> set[int]:
-    """Return the ids of the modules that stay unchanged: those of `ignore` rules, all below them, and some embeddings.
+    """Return the ids of the modules that stay unchanged.
 
-    An nn.Embedding with max_norm writes to its weight in the forward, which torch forbids for a view of a DTensor.
+    These are the modules of `ignore` rules, all modules below them, and each nn.Embedding with max_norm, which writes
+    to its weight in the forward: torch forbids that for a view of a DTensor.
     """
     names = [name for name, a in assignments.styles.items() if a.style == "ignore"]
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None)
@@ -149,7 +150,7 @@ def _ignored_modules(model: nn.Module, assignments: Assignments) -> set[int]:
 def parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int | None]:
     """Return the dim along which each plain parameter is sharded (None: replicated), by the parameter's id.
 
-    Parameters that stay unchanged, as those of ignored modules, are left out.
+    Parameters that stay unchanged, such as those of ignored modules, are left out.
 
     Raises:
         ValueError: the assignments shard a tied parameter differently in two modules.
@@ -253,18 +254,20 @@ def _set_parallel_classes(
 ) -> None:
     """Give modules the classes of their styles.
 
-    `excluded`: the ids of modules below the model that keep their class: ignored modules, and modules whose parameters
-    were DTensors before `parallelize`: their code supports DTensors.
+    `excluded`: the ids of the modules that keep their class, unless they are the model itself: ignored modules, and
+    modules that had DTensor parameters before `parallelize`, whose code supports DTensors.
     """
     by_module = {id(model.get_submodule(name)): a for name, a in assignments.styles.items()}
     local_attributes = {id(model.get_submodule(name)): tuple(c.items()) for name, c in assignments.counts.items()}
     dropout_inputs = {id(model.get_submodule(name)): dims for name, dims in assignments.dropouts.items()}
     precisions = {id(module): assignments.precision_of(name) for name, module in model.named_modules()}
-    named = {id(model.get_submodule(name)) for name, options in assignments.options.items() if options.precision}
+    has_own_precision = {
+        id(model.get_submodule(name)) for name, options in assignments.options.items() if options.precision
+    }
     names = {id(module): name for name, module in model.named_modules()}
     containers = {a.container for a in assignments.styles.values() if a.container is not None and not roles}
     scopes = {id(model.get_submodule(name)): Scope() for name in containers}
-    changed = {*roles, *local_attributes, *dropout_inputs, *named, *scopes}
+    changed = {*roles, *local_attributes, *dropout_inputs, *has_own_precision, *scopes}
     group_name = group_name_of(mesh)
     for module in reversed(list(model.modules())):  # children first: a fused MLP records its children's classes
         assignment = by_module.get(id(module), Assignment(""))

@@ -30,9 +30,10 @@ def export_local(model: nn.Module) -> nn.Module:
     job's group by `weft.nn.rebind_group`.
 
     Raises:
-        ValueError: parameters are also sharded by fully_shard, or on the meta device; a module computes what a plain
-            copy would not: on a shard of the sequence, in a precision of its own, with summed gradients, with dropout
-            on shards in train mode; or an embedding has a forward of its own or a trainable padding row.
+        ValueError: parameters are also sharded by fully_shard, or on the meta device; a module computes in a way that a
+            plain copy cannot: on a shard of the sequence, in a precision of its own, with summed gradients, or with
+            dropout on shards in train mode; an embedding has a forward of its own, or a trainable weight with a padding
+            row.
     """
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -49,7 +50,7 @@ def export_local(model: nn.Module) -> nn.Module:
     }
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise ValueError(f"export_local: '{name}' is on the meta device; give the model its values first.")
+            raise ValueError(f"export_local: '{name}' is on the meta device; initialize or load its values first.")
         if isinstance(parameter, DTensor):
             local = (parameter.full_tensor() if id(parameter) in in_full else parameter._local_tensor).detach().clone()
             memo[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
@@ -77,7 +78,7 @@ def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
 
 
 def _full_features(module: nn.Module, state: ModuleState) -> tuple[int, int] | None:
-    """Return (in, out) features of an unsharded column, row or vocab_head layer; None for other styles."""
+    """Return the unsharded (in, out) features of a column, row or vocab_head layer; None for other styles."""
     if state.style not in (*COLUMN_STYLES, *ROW_STYLES, "vocab_head"):
         return None
     if isinstance(module, nn.Linear):
@@ -107,8 +108,8 @@ def _replacement(module: nn.Module, state: ModuleState, full_features: tuple[int
     layer: Any = module
     if state.dropout_inputs and layer.p > 0 and layer.training:
         raise ValueError(
-            "export_local: a Dropout between column and row layers draws for all ranks' shards, which a plain copy "
-            "cannot do; call eval() before the export, or set its p to 0."
+            "export_local: a Dropout between column and row layers draws the mask of the full tensor, which a plain "
+            "copy cannot do; call eval() before the export, or set its p to 0."
         )
     if state.style == "vocab_embedding":
         _check_embedding(module)
@@ -185,7 +186,7 @@ class FusedMlp(torch.nn.Module):
 
 @functools.cache
 def _fused_class(mlp: MlpLayers, transposed: tuple[bool, ...]) -> type[nn.Module]:
-    """Return a class whose source TorchScript can read, written for these child names."""
+    """Return a class that is generated for these child names, with source code that TorchScript can read."""
 
     def layer(name: str) -> str:
         return f"getattr(self, {name!r})"

@@ -37,7 +37,7 @@ class ColumnLayer(nn.Module):
 
 
 class RowLayer(nn.Module):
-    """This rank's input features of a linear layer: `[..., in_local]`, or `[..., in]` to split, -> `[..., out]`.
+    """This rank's input features of a linear layer: `[..., in_local]`, or `[..., in]`, which is split -> `[..., out]`.
 
     Attributes: those of ColumnLayer except gathers_output (transposed: the weight is `[in_local, out]`);
     splits_input: whether the input is `[..., in]`.

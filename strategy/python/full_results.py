@@ -2,7 +2,7 @@
 
 A loss term, a norm for the log or an exponential average reads `self.parameters()`, some of which are sharded, and
 combines the results with plain tensors. DTensor raises for most operations that mix both. `FullResults` computes on the
-shards where DTensor can, and gathers where it cannot. A number, here, is a tensor without dims.
+shards where DTensor can, and gathers where it cannot. Here, a number is a tensor without dims.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PARAMETER_ACCESS |= {
 
 
 class _Full(torch.autograd.Function):
-    """DTensor -> the full tensor on every rank; collective both ways.
+    """DTensor -> the full tensor on every rank; collective in the forward and in the backward.
 
     The gradient may depend on a rank's data: along all axes but the tensor-parallel one it is averaged, as gradients
     of parameters are.
@@ -97,11 +97,11 @@ def local_parameters() -> Iterator[None]:
     that combines a DTensor with a plain tensor, or with a DTensor on another mesh, may all-gather. So all ranks must
     run the same code.
 
-    The Trainer runs steps, and the hooks between a backward and the optimizer's step, inside this context; with a plan,
-    Trainer and Fabric also run in it the step of an optimizer that is not known to step each element alone. Other code
-    that computes with parameters (a Fabric loop, a `generate` method) must enter it. Inside the forward of a
-    parallelized module this context has one effect: attributes of replicated parameters are local tensors. Contexts can
-    be nested, and hold for the calling thread.
+    The Trainer runs steps, and the hooks between a backward and the optimizer's step, inside this context. With a plan,
+    Trainer and Fabric also run the optimizer's step inside it, unless the optimizer is known to step each element
+    independently. Other code that computes with parameters (a Fabric loop, a `generate` method) must enter the context.
+    Inside the forward of a parallelized module, its only effect is that attributes of replicated parameters are local
+    tensors. Contexts can be nested, and apply to the calling thread only.
     """
     with reading_locals(FullResults()):
         yield
@@ -157,8 +157,8 @@ class FullResults(TorchFunctionMode):
         targets = changed if isinstance(changed, (list, tuple)) else [changed]
         if len(targets) > 1 and any(isinstance(target, DTensor) for target in targets):
             raise ValueError(
-                f"{name} would write {len(targets)} sharded tensors from plain and sharded ones; it can write one; "
-                "compute out of place."
+                f"{name} would write {len(targets)} sharded tensors from plain and sharded ones, and only one is "
+                "supported; compute out of place."
             )
         target = targets[0]
         if not isinstance(target, DTensor):
@@ -184,20 +184,20 @@ class FullResults(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _with_placements_of(self, name: str, changed: DTensor, other: Tensor) -> Tensor:
-        """Return a tensor as a DTensor sharded like the one that a function changes.
+        """Return `other`, sharded like `changed`, the DTensor that the function `name` changes in place.
 
-        The changed DTensor itself, numbers and other DTensors on its mesh are returned unchanged.
+        `changed` itself, numbers and other DTensors on its mesh are returned as they are.
 
         Raises:
-            ValueError: the tensor has another shape or requires a gradient.
+            ValueError: `other` has another shape than `changed`, or requires a gradient.
         """
         if other is changed or other.dim() == 0 or _mesh(other) == changed.device_mesh:
             return other
         if other.requires_grad or other.shape != changed.shape:
             raise ValueError(
                 f"{name} would change a sharded tensor {list(changed.shape)} by a tensor {list(other.shape)}"
-                f"{' that requires a gradient' if other.requires_grad else ''}, and takes one of the same shape that "
-                "requires none; expand or detach it first, or compute out of place."
+                f"{' that requires a gradient' if other.requires_grad else ''}; pass a tensor of the same shape that "
+                "requires no gradient (expand or detach it first), or compute out of place."
             )
         return shard_like(self.full(other) if isinstance(other, DTensor) else other, changed)
 

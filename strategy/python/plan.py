@@ -110,10 +110,11 @@ class Plan:
         try:
             return cls(cast("Rules", from_mapping(json.loads(text))))
         except json.JSONDecodeError as error:
-            raise ValueError(f"plan: the text is no JSON ({error}); pass an object from pattern to style.") from error
+            raise ValueError(f"plan: the text is not JSON ({error}); pass an object from pattern to style.") from error
 
     @property
     def is_auto(self) -> bool:
+        """Whether the rules are the preset "auto"."""
         return self.preset == AUTO
 
     def to_dict(self) -> dict[str, str | dict[str, str | bool]]:
@@ -122,9 +123,11 @@ class Plan:
         return rules
 
     def to_yaml(self) -> str:
+        """Return the rules as YAML text; raises ValueError like `to_dict`."""
         return str(self._fixed_rules())
 
     def to_json(self) -> str:
+        """Return the rules as JSON text; raises ValueError like `to_dict`."""
         return self._fixed_rules().to_json()
 
     def report(self) -> Report:
