@@ -116,7 +116,7 @@ def test_fully_shard_inside_fused_mlp_raises(world_size: int) -> None:
     model = nn.ModuleDict({"mlp": FeedForward(8, 12)})
     weft.parallelize(model, mesh, {"mlp": "column_row_mlp"})
     fully_shard(model["mlp"].w1, mesh=mesh["data_parallel"])
-    with pytest.raises(ValueError, match="fully_shard was applied to 'w1', a part of a fused MLP"):
+    with pytest.raises(ValueError, match="fully_shard was applied to 'w1', a layer of a fused MLP"):
         model["mlp"](torch.randn(2, 8))
     model = nn.ModuleDict({"mlp": FeedForward(8, 12)})
     fully_shard(model["mlp"].w1, mesh=mesh["data_parallel"])

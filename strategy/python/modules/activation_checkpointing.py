@@ -58,9 +58,9 @@ def checkpoint_activations(model: nn.Module, what: CheckpointSpec = FULL, *, off
     Raises:
         ValueError: no blocks were found; a pattern matches nothing, has a value other than "full" and "selective", or
             contradicts another pattern; or a module to checkpoint is a layer of a fused MLP, has no forward in its
-            class or another one set on the instance, or already has a checkpoint with other options. Also if the rule
-            of the module, or of a module inside, has offload; and for a selective checkpoint, if such a rule has
-            recompute, or a module inside is checkpointed. Nothing has been changed then.
+            class, has a forward that was replaced on the instance, or already has a checkpoint with other options. Also
+            if the rule of the module, or of a module inside, has offload; and for a selective checkpoint, if such a
+            rule has recompute, or a module inside is checkpointed. No module is changed then.
         TypeError: `what` has none of these types, or is empty.
     """
     check_checkpoint_spec("checkpoint_activations", what)
@@ -177,7 +177,7 @@ def _check_module(name: str, module: nn.Module, mode: str, offload: bool) -> Non
     if mode == SELECTIVE and (recomputing is not None or (state is not None and state.recompute)):
         raise ValueError(
             f"checkpoint_activations: the rule of '{recomputing or name}' in {shown} says recompute, and a selective "
-            "checkpoint would keep what it recomputes; leave out one of the two, or take a full checkpoint."
+            "checkpoint would save what it recomputes; leave out one of the two, or use a full checkpoint."
         )
     reason = why_not_wrapped(module)
     if reason is not None:
@@ -233,7 +233,7 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
 
 
 def _lengths_context(module: nn.Module) -> Any:
-    """Return a function that makes a context manager: inside it, the recomputation has this forward's sequence lengths.
+    """Return a function that returns a context manager, in which the recomputation has this forward's sequence lengths.
 
     None: the module has no role in a sequence region, or is its first block, which sets the lengths itself.
     """

@@ -38,7 +38,7 @@ class ParallelModule:
 
     @property
     def __jit_ignored_attributes__(self) -> list[str]:
-        # Both torch.jit.script and trace ask for this first; they would save zeros for the DTensors.
+        # torch.jit.script and torch.jit.trace read this attribute first; they would save zeros for the DTensors.
         raise ValueError(
             "torch.jit got a module whose parameters are DTensors, which it would save as zeros: "
             "call weft.export_local(model) and script its result."
@@ -66,7 +66,7 @@ def _raise_still_sharded(module: Any, name: str, mesh: DeviceMesh) -> None:
     kind = module._weft_state.original_class.__name__
     raise ValueError(
         f"a {kind} was called while its {name} is sharded over {axes}: call the module that fully_shard was applied "
-        "to, whose forward gathers it, not a layer or a method inside, or take zero_stage=1."
+        "to, whose forward gathers it, not a layer or a method inside, or set zero_stage=1."
     )
 
 
@@ -213,11 +213,11 @@ def _shard_dropout_forward(self: Any, input: Tensor) -> Tensor:
 def _raise_changed_child(name: str, child: nn.Module) -> None:
     if isinstance(child, FSDPModule):
         raise ValueError(
-            f"fully_shard was applied to '{name}', a part of a fused MLP: "
+            f"fully_shard was applied to '{name}', a layer of a fused MLP: "
             "apply fully_shard to the MLP itself, which is one unit, and not to its layers."
         )
     raise ValueError(
-        f"'{name}', a part of a fused MLP, was replaced by a {type(child).__name__} after parallelize: "
+        f"'{name}', a layer of a fused MLP, was replaced by a {type(child).__name__} after parallelize: "
         "change the model before parallelize."
     )
 
@@ -398,6 +398,6 @@ def check_no_fsdp_children(name: str, module: nn.Module) -> None:
     for child_name, child in module.named_modules():
         if child_name and isinstance(child, FSDPModule):
             raise ValueError(
-                f"parallelize: fully_shard was already applied to '{name}.{child_name}', a part of an MLP that is to "
+                f"parallelize: fully_shard was already applied to '{name}.{child_name}', inside an MLP that is to "
                 f"be fused; call parallelize first and apply fully_shard to '{name}' itself, which is one unit."
             )

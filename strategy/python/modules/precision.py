@@ -15,9 +15,9 @@ def in_precision(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a parallelized module's forward that computes in `precision` of the module's state.
 
     Floating tensors among the arguments are cast to that dtype before the forward, parameters when they are read.
-    Floating results are cast to the dtype of the first floating argument. If no argument is floating, they are cast to
-    `precision`; so they are under autocast, which casts the inputs of later layers itself. Inside the forward, autocast
-    is off.
+    Floating results are cast to the dtype of the first floating argument. If no argument is floating, or under autocast
+    (which casts the inputs of later layers itself), results are cast to `precision`. Inside the forward, autocast is
+    off.
     """
 
     @functools.wraps(forward)

@@ -42,7 +42,11 @@ class _Call:
         self._mlp.on_backward(self)
 
     def take(self, index: int, grad: Tensor, x: Tensor) -> bool:
-        """Step a weight whose gradient is gradᵀ x if nothing needs the full gradient; return whether it is stepped."""
+        """Step the weight whose gradient is the product of `grad` and `x`, unless its full gradient is needed.
+
+        Returns:
+            Whether the weight was stepped; if not, the operator computes the gradient.
+        """
         if not self.is_only_call or not self._owns_weight[index] or not self._mlp.can_step(index):
             return False
         self._mlp.step(index, grad, x)
@@ -95,7 +99,7 @@ class SteppedMlp:
         return all((getattr(hook, "__module__", None) or "").startswith(_HARMLESS_HOOKS) for hook in hooks)
 
     def step(self, index: int, grad: Tensor, x: Tensor) -> None:
-        """Step the weight whose gradient is gradᵀ x."""
+        """Step the weight whose gradient is gradᵀ x, or xᵀ grad if the weight is transposed."""
         factors = (x, grad) if self._transposed[index] else (grad, x)
         weight = self._weights[index]
         assert weight is not None

@@ -57,7 +57,7 @@ class Head:
 
     def _check_not_stale(self) -> None:
         if self.weight.untyped_storage().nbytes() == 0 and self.weight.numel() > 0:
-            what = "freed, as FSDP2 does after the forward of what it gathers"
+            what = "freed, which FSDP2 does after the forward of a module that it gathers"
         elif version_of(self.parameter, self.weight) != self.version:
             what = "changed, as an optimizer's step does"
         else:
