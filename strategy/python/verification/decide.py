@@ -41,6 +41,7 @@ class Decision:
 
     @property
     def sink(self) -> str:
+        """The name of the sink layer in the model."""
         return join(self.container, self.group.sink)
 
 
@@ -181,7 +182,7 @@ class _Examiner:
         - A module equal to an earlier one gets the earlier verdict, and so does a module without recorded calls that
           differs from an earlier one only in its index, such as `layer_idx`.
         - A module with recorded calls that differs only in its index from an accepted one is compared on one call and
-          the shards of two ranks, which rotate from module to module; if that rejects it, it is compared in full.
+          the shards of two ranks, which rotate from module to module; a module that is rejected is compared in full.
         - All other modules are compared in full.
         """
         arguments = tuple(call.kind() for call in calls)
@@ -268,10 +269,10 @@ def _indivisible_counts(container: nn.Module, group: Group, num_ranks: int) -> s
 
 
 def _candidates(container: nn.Module, group: Group, num_ranks: int) -> Iterator[Counts]:
-    """Yield sets of attributes with their divided values, likeliest first: no attributes, then those named like heads.
+    """Yield sets of attributes with their divided values, likeliest first.
 
-    Attributes equal to the width of a layer, and others that divide such a width, follow. The comparison rejects wrong
-    sets; the names of attributes only decide the order of the attempts.
+    The order: no attributes, attributes whose names suggest a number of heads, attributes equal to the width of a
+    layer, others that divide such a width. The comparison rejects wrong sets; names only decide the order.
     """
     yield {}
     modules = dict(container.named_modules())

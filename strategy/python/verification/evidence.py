@@ -85,9 +85,9 @@ class Evidence:
     """The rehearsal of a model, made on first use, and the conclusions from it.
 
     Args:
-        mode: "auto" or "always": groups are compared; "always" also rejects those that keep tensors in attributes;
-            "never": groups are accepted without a comparison.
-        example: a call of the model, as `Plan` takes it; None: see `samples.samples_for`.
+        mode: "auto" or "always": groups are compared; "always" also rejects groups whose modules keep tensors in
+            attributes; "never": groups are accepted without a comparison.
+        example: arguments of a call of the model, as in `Plan`; None: see `samples.samples_for`.
     """
 
     def __init__(self, model: nn.Module, tp_size: int, mode: str = "auto", example: Any = None) -> None:

@@ -17,8 +17,8 @@ _MAX_LAYERS = 64  # calls of layers in one module; the flow of a larger module i
 def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None:
     """Check that column and row rules fit together, as far as the forward can be run.
 
-    Layers that do not compute the same by heads, or that were not called in the rehearsal (the runs before sharding),
-    are reported in a remark. Nothing is checked on one rank or with verify="never".
+    A remark reports layers whose rules change what their module computes, and layers that were not called in the
+    rehearsal (the runs before sharding). Nothing is checked on one rank or with verify="never".
 
     Raises:
         ValueError: the output of a column layer reaches a layer that is neither row nor replicate_sum_gradients, or
@@ -35,7 +35,7 @@ def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None
         for name, style in styles.items():
             if name in modules and evidence.is_called(modules[name]):
                 (_check_column if style == "column" else _check_row)(name, flows, result)
-    own = {id(modules[name]) for name in styles if name in modules}
+    layers_with_rules = {id(modules[name]) for name in styles if name in modules}
     uncalled = [name for name in styles if name in modules and not evidence.is_called(modules[name])]
     if uncalled:
         shown = _listed(tuple(uncalled[:4])) + (f" and {len(uncalled) - 4} more" if len(uncalled) > 4 else "")
@@ -46,7 +46,7 @@ def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None
             result,
             evidence,
         )
-    for decision in evidence.decisions(lambda layer: id(layer) in own):
+    for decision in evidence.decisions(lambda layer: id(layer) in layers_with_rules):
         if {styles[source] for source in decision.sources} == {"column"} and styles[decision.sink] == "row":
             _check_pair(decision, result, evidence)
 
@@ -55,9 +55,10 @@ def _check_pair(decision: Decision, result: Assignments, evidence: Evidence) -> 
     """Compare a group that rules shard by column and row; a difference is a remark, with verify="always" an error."""
     verdict, remedy = decision.verdict, "use column_gather_output and row_split_input for them"
     rule_counts: dict[str, dict[str, int]] = {}  # the attributes that the rules divide, by module in the container
-    local = [(name, attribute, value) for name, counts in result.counts.items() for attribute, value in counts.items()]
-    local += [(name, attribute, value) for (name, attribute), value in result.heads.items()]
-    for name, attribute, value in local:
+    divided = [(name, attribute, value) for (name, attribute), value in result.heads.items()]
+    for name, counts in result.counts.items():
+        divided += [(name, attribute, value) for attribute, value in counts.items()]
+    for name, attribute, value in divided:
         if name == decision.container or name.startswith(f"{decision.container}." if decision.container else ""):
             rule_counts.setdefault(name[len(decision.container) :].lstrip("."), {})[attribute] = value
     if verdict.is_compared and rule_counts != verdict.counts:

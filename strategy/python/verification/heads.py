@@ -2,10 +2,10 @@
 
 The layers are a `dataflow.Group`: sources, such as q, k and v, whose outputs flow into a sink, such as o.
 
-Reference: the module's own code with full outputs of the sources, as gathered projections would give them. It is
-correct for any code. Candidate, for each rank: the same code with that rank's shard of those outputs, and with the head
-counts that it reads divided by the number of ranks. The candidate is correct if all values and gradients agree with the
-reference:
+The reference is the module's own code with full outputs of the sources, which gathered projections return. It is
+correct for any code. The candidate, for each rank, is the same code with that rank's shard of these outputs, and with
+the head counts that the code reads divided by the number of ranks. The candidate is correct if all values and gradients
+agree with the reference:
 
     the sink's input, and gradients of source outputs    are that rank's shard of those in the reference
     gradients of parameters between the layers           are equal after a sum over ranks
@@ -73,9 +73,9 @@ def verdict_on(
     candidates: Sequence[Counts],
     ranks: Sequence[int] | None = None,
 ) -> Verdict:
-    """Return the verdict on the first candidate with which all calls agree, else a rejection.
+    """Return the verdict on the first candidate that agrees with the reference in all calls.
 
-    This is the first rejection with a measured difference; without a measured difference, the first rejection.
+    Without such a candidate, return the first rejection with a measured difference, or else the first rejection.
 
     Args:
         candidates: divided values of attributes that may count heads, likeliest first.
@@ -84,7 +84,7 @@ def verdict_on(
     """
     largest = max((p.numel() for p in _parameters_outside_layers(container)), default=0)
     if largest > _MAX_ELEMENTS:
-        reason = f"it has a parameter of {largest} elements beside its linear layers"
+        reason = f"it has a parameter of {largest} elements outside its linear layers"
         return Verdict(False, reason=reason, is_compared=False)
     rejections: list[Verdict] = []
     for counts in candidates:
@@ -179,6 +179,7 @@ class _Comparison:
         self.cotangents: dict[tuple[int, int, torch.Size], Tensor] = {}
 
     def run(self) -> float:
+        """Return the largest relative difference that is tolerated; raises _Differs for one that is not."""
         full, full_args = self._run({}, {}, None)
         sink_grads, other_grads = self._gradients(full, full_args, None)
         self._check_other_inputs(sink_grads, full_args)
@@ -284,7 +285,7 @@ class _Comparison:
     def _gradients(self, run: Run, args: list[Tensor], rank: int | None) -> tuple[_Gradients, _Gradients]:
         """Return the gradients that flow back from the sink's inputs, and those from all other results of a run.
 
-        They start from random cotangents. `rank`: whose shard the run computed; None: the full run.
+        The backwards start from random cotangents. `rank`: the rank whose shard the run computed; None: the full run.
         """
         sinks, others = [], []
         for number, call in enumerate(run.calls):

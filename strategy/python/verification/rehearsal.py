@@ -93,8 +93,8 @@ def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
     if example is not None and "" in result.why_not:
         raise ValueError(
             f"plan: {type(model).__name__} cannot be called with the example ({result.why_not['']}); give arguments "
-            "that its forward takes, or leave it out; a LightningModule without a forward must define one, such "
-            "as def forward(self, x): return self.model(x)."
+            "that its forward takes, or leave out the example; a LightningModule without a forward must define one, "
+            "such as def forward(self, x): return self.model(x)."
         )
     return result
 
