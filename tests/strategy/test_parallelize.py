@@ -231,7 +231,7 @@ def test_dtensors_raise_with_rules_and_are_skipped_by_auto(world_size: int) -> N
     model = Llama(LlamaArgs())
     w1 = model.layers[0].feed_forward.w1
     w1.weight = nn.Parameter(distribute_tensor(w1.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match=r"hits 'layers.0.feed_forward.w1.weight', which is a DTensor already"):
+    with pytest.raises(ValueError, match=r"covers 'layers.0.feed_forward.w1.weight', which is a DTensor already"):
         weft.parallelize(model, mesh, {"layers.*.feed_forward": "column_row_mlp"})
     weft.parallelize(model, mesh, "auto")
     assert type(w1) is nn.Linear

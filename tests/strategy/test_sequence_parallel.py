@@ -361,5 +361,5 @@ def test_second_differentiable_input_raises(world_size: int) -> None:
     model = Biased()
     model.blocks = nn.ModuleList([Crossing(16)])
     sequence_parallel(model, world_size)
-    with pytest.raises(TypeError, match="got 2 tensors that need gradients, as in cross-attention"):
+    with pytest.raises(TypeError, match="got 2 tensors that require gradients, as in cross-attention"):
         model(TOKENS[0][0])

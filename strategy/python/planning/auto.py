@@ -1,10 +1,10 @@
 """plan="auto": recognises MLPs, attention blocks, embeddings and output layers, and shards what it can verify.
 
 Linear layers are recognised by the dataflow of the forward (`weft.strategy.verification`): layers whose outputs reach
-only one other layer form a group with it. They are sharded by column and the other layer by row, if the code between
-them computes the same on one rank's features; otherwise weights are sharded and activations gathered, which is exact
-for any code. Modules that can neither be called nor be recognised by their names stay replicated, and the report gives
-the reason. Logits are gathered, because their use is unknown.
+only one other layer, the sink, form a group with it. They are sharded by column and the sink by row, if the code before
+the sink computes the same on one rank's features; otherwise weights are sharded and activations gathered, which is
+exact for any code. Modules that can neither be called nor be recognised by their names stay replicated, and the report
+gives the reason. Logits are gathered, because their use is unknown.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def assign_auto(
         reasons = f" ({'; '.join(result.notes)})" if result.notes else ""
         raise ValueError(
             f"plan='auto' found nothing to shard in a {type(model).__name__}{reasons}: it shards linear layers and "
-            "embeddings that the forward calls; take strategy='weft_fsdp' (or tensor_parallel_size=1), which shards "
+            "embeddings that the forward calls; use strategy='weft_fsdp' (or tensor_parallel_size=1), which shards "
             "any parameter, pipeline_cuts, or a plan of rules that names modules."
         )
     return result
@@ -152,8 +152,8 @@ def _has_large_weights(module: nn.Module, total: int) -> bool:
     False for convolutions, RNNs and embeddings. `total`: the number of elements of all of the model's parameters.
     """
     own = [p for p in module._parameters.values() if p is not None and is_worth_gathering(p)]
-    is_known = isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding))
-    return not is_known and sum(p.numel() for p in own) >= _MIN_FRACTION * total
+    is_excluded = isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding))
+    return not is_excluded and sum(p.numel() for p in own) >= _MIN_FRACTION * total
 
 
 def _assign_single(result: Assignments, name: str, layer: nn.Module, total: int) -> None:

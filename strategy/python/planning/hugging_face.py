@@ -31,10 +31,10 @@ def style_of(pattern: str, value: str) -> str:
 def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", example: Any = None) -> Assignments:
     """Return the styles for the Hugging Face models inside `model`; `model` may itself be a Hugging Face model.
 
-    Attention and MLPs are recognised as with "auto", so that heads are verified and fitting MLPs fused. Column and row
-    rules return shards and take them where verification finds the same column and row layers; elsewhere activations are
-    gathered, except with verify="never". A rule that matches no module gets a note in the report: a plan may be for a
-    family of models.
+    Attention and MLPs are recognised as with "auto", so that heads are verified and fitting MLPs fused. Activations
+    between layers with column and row rules are sharded where verification finds the same column and row layers, and
+    everywhere with verify="never"; elsewhere they are gathered. A rule that matches no module gets a note in the
+    report: a plan may be for a family of models.
 
     Args:
         verify, example: as in `weft.strategy.Plan`.
@@ -177,7 +177,7 @@ def _check_heads(name: str, module: nn.Module, tp_size: int) -> None:
     reason = None if names is None else attention.why_heads_do_not_divide(module, names, tp_size)
     if reason is not None:
         raise ValueError(
-            f"plan='huggingface' shards {display_name(name)} by heads, but {reason}; take another tensor-parallel "
+            f"plan='huggingface' shards {display_name(name)} by heads, but {reason}; use another tensor-parallel "
             "size, or pass 'auto', which gathers activations where the number of heads is not divisible."
         )
 

@@ -34,7 +34,7 @@ KINDS = (
 )
 _EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
 _FILE_ENDINGS = (".yaml", ".yml", ".json")
-_ADVICE = "write one 'pattern: style' a line, or pass 'auto'"
+_ADVICE = "write one 'pattern: style' per line, or pass 'auto'"
 _OPTION_TYPES: dict[str, type | tuple[type, ...]] = {
     "heads": (str, type(None)),
     "recompute": bool,
@@ -65,14 +65,14 @@ def load(text: str, what: str, *, owner: str = "plan", key: str = "pattern", adv
                 raise ValueError(f"{owner}: the {what} gives the {key} '{duplicate}' twice; keep one of them.")
             return super().construct_mapping(node, deep)
 
-    # JSON's numbers without a dot, such as 1e-06, which YAML 1.1 takes for text.
+    # JSON's numbers without a dot, such as 1e-06, which YAML 1.1 reads as text.
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
     try:
         rules = yaml.load(text, Loader)  # a SafeLoader
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{owner}: the {what} is no YAML ({reason}); {advice}.") from error
+        raise ValueError(f"{owner}: the {what} is not YAML ({reason}); {advice}.") from error
     if rules is None:
         raise ValueError(f"{owner}: the {what} is empty; {advice}.")
     return rules
@@ -104,7 +104,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _named_callable(name: str) -> StyleOf:
-    """Import the longest prefix of `name` that is a module; return what the rest names, attribute by attribute."""
+    """Import the longest prefix of `name` that is a module; return the attribute that the rest of `name` names."""
     parts = name.split(".")
     for num_parts in range(len(parts) - 1, 0, -1):
         prefix = ".".join(parts[:num_parts])

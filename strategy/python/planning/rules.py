@@ -102,7 +102,7 @@ def _check_no_dtensors(name: str, module: nn.Module, style: str) -> None:
     for parameter_name, parameter in module.named_parameters(recurse=style in _CONTAINER_STYLES):
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"parallelize: the rule for {display_name(name)} hits '{join(name, parameter_name)}', which is a "
+                f"parallelize: the rule for {display_name(name)} covers '{join(name, parameter_name)}', which is a "
                 "DTensor already; remove the rule, or parallelize first and shard over other axes afterwards."
             )
 
@@ -203,8 +203,8 @@ def _assign_mlp(result: Assignments, name: str, module: nn.Module, rule: _plan.R
 
 def _assign_attention(result: Assignments, name: str, module: nn.Module, evidence: Evidence) -> None:
     names = attention.find_attention(module) or attention.find_fused_attention(module)
-    own = {id(layer) for layer in module.modules()}
-    decisions = [each for each in evidence.decisions(lambda layer: id(layer) in own) if each.container == name]
+    inside = {id(layer) for layer in module.modules()}
+    decisions = [each for each in evidence.decisions(lambda layer: id(layer) in inside) if each.container == name]
     reason = None if names is None else attention.why_no_linears(module, names)
     if names is not None and len(names) == 4 and reason is None:
         reason = attention.why_heads_do_not_divide(module, names, evidence.tp_size)

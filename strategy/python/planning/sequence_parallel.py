@@ -65,19 +65,19 @@ def _is_sharded(block: str, assignments: Assignments) -> bool:
 
 
 def _check_in_one_run(ids_in_two_runs: set[int], model: nn.Module) -> None:
-    """Raise for a module in two runs: it would know the sequence lengths of only one."""
+    """Raise ValueError for a module in two runs of blocks: its role has the sequence lengths of one run only."""
     name = next((name for name, module in model.named_modules() if id(module) in ids_in_two_runs), None)
     if name is not None:
         raise ValueError(
-            f"sequence_parallel=True: '{name}' is one module in blocks that do not follow each other in one list, "
-            "which may have other numbers of tokens; use a module for each, or leave sequence parallelism out."
+            f"sequence_parallel=True: '{name}' is one module in blocks that do not follow each other in one list, and "
+            "which may get different numbers of tokens; use separate modules, or leave sequence parallelism out."
         )
 
 
 def _check_not_shared(roles: dict[int, SequenceRole], model: nn.Module) -> None:
-    """Raise for a module of the blocks that is also outside of them, where it gets all tokens and full gradients.
+    """Raise ValueError for a module that is both inside and outside of the blocks.
 
-    These full gradients would wrongly be summed over the ranks.
+    Outside, the module gets all tokens and full gradients, which would wrongly be summed over the ranks.
     """
     blocks = _sharded_blocks(roles, model)
     for name, module in model.named_modules(remove_duplicate=False):
@@ -97,7 +97,8 @@ def _sharded_blocks(roles: dict[int, SequenceRole], model: nn.Module) -> tuple[s
 def _check_named(roles: dict[int, SequenceRole], model: nn.Module, assignments: Assignments) -> None:
     """Check the modules with the style sequence_parallel.
 
-    Note those outside of the blocks, which get all tokens; raise for one in a module that computes on all tokens.
+    A module outside of the blocks, which gets all tokens, is noted for the report. Raises ValueError for a module that
+    is inside another one that computes on all tokens.
     """
     blocks = _sharded_blocks(roles, model)
     for name in (name for name, a in assignments.styles.items() if a.style == "sequence_parallel"):
@@ -183,7 +184,7 @@ def _assign_other_roles(
 def _check_no_parameters(parameters: Iterable[nn.Parameter], name: str, cls: str) -> None:
     if next(iter(parameters), None) is not None:
         raise ValueError(
-            f"sequence_parallel=True: '{name}', a {cls}, is left unsharded by the plan and may need all tokens, of "
-            "which each rank would have some; give it rules that shard it, or the style "
+            f"sequence_parallel=True: '{name}', a {cls}, is left unsharded by the plan and may need all tokens, but "
+            "each rank would have only a shard of them; give it rules that shard it, or the style "
             "'sequence_parallel' if it treats each token by itself, or leave sequence parallelism out."
         )

@@ -121,8 +121,8 @@ class SequenceRole:
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
         if len(tensors) > 1:
             raise TypeError(
-                f"sequence_parallel=True: an attention or MLP got {len(tensors)} tensors that need gradients, as in "
-                "cross-attention, and takes one, its tokens; leave sequence parallelism out."
+                f"sequence_parallel=True: an attention or MLP got {len(tensors)} tensors that require gradients, as in "
+                "cross-attention, but only its tokens may require one; leave sequence parallelism out."
             )
 
     def _is_activation(self, value: object) -> bool:
@@ -133,7 +133,7 @@ class SequenceRole:
         return has_tokens and value.shape[-1] == self.features
 
     def finish_output(self, output: Any) -> Any:
-        """Return a forward's result, gathered if the module is the last block; of a tuple, only the first item is."""
+        """Return a forward's result; if the module is the last block, all-gather it, or the first item of a tuple."""
         if not self.is_last_block:
             return output
         if isinstance(output, tuple):
