@@ -38,8 +38,8 @@ def clip_gradients_by_norm(
         error_if_nonfinite: raise RuntimeError instead of scaling by a norm that is infinite or nan.
         stages: the group of a pipeline's ranks, which hold different parameters; the norm is that of the parameters of
             all stages. None: no pipeline.
-        counted_elsewhere: those of `parameters` whose gradients another stage counts, as copies of tied parameters;
-            here their gradients are only scaled.
+        counted_elsewhere: those of `parameters` whose gradients another stage counts, such as copies of tied
+            parameters; here their gradients are only scaled.
 
     Returns:
         The norm before clipping, `[]`, float32 (float64 if a gradient is float64, and with stages), on the gradients'

@@ -132,7 +132,7 @@ def _check_not_sharded(model: nn.Module) -> None:
             shown = f"'{name}'" if name else "the model itself"
             raise ValueError(
                 f"apply_fsdp: fully_shard was applied to {shown} already, and weft applies it to the full model; "
-                "leave that out, or pass plan=None without zero_stage and do all sharding in your own code."
+                "remove that call, or pass plan=None without zero_stage and do all sharding in your own code."
             )
 
 

@@ -129,7 +129,7 @@ class GradientReducer:
             bucket.pending = set(bucket.parameters)
 
     def finish_if_needed(self) -> None:
-        """Call `finish` if a backward has run outside of `paused` since the last one; for calls before a step."""
+        """Call `finish` if a backward has run outside of `paused` since the last `finish`; for calls before a step."""
         if self._has_local_gradients:
             self.finish()
 

@@ -61,7 +61,7 @@ class Training:
     """A training that a configuration describes.
 
     Attributes:
-        model: the input of the memory model; None: it does not know this architecture.
+        model: the input of the memory model; None: the memory model does not describe this architecture.
         hugging_face: the configuration of a model of Hugging Face's transformers; None: one MLP.
         mesh: includes the pipeline axis.
         plan: rules; None: "auto"; "huggingface": the plan of the model's configuration.
@@ -147,7 +147,7 @@ def read_config(config: Any, folder: Path, layout: str | None = None) -> Trainin
     model, hugging_face = _model(config["model"], folder)
     if pipeline is not None and hugging_face is None:
         raise ValueError(
-            "'feed_forward' is one MLP, which cannot be cut into pipeline stages; give a model of Hugging Face, or "
+            "'feed_forward' is one MLP, which cannot be divided into pipeline stages; give a model of Hugging Face, or "
             "leave the pipeline out."
         )
     if pipeline is not None and options.get("optimizer_in_backward", False) is not False:

@@ -1,4 +1,4 @@
-"""The memory of each rank of a training, from a configuration: nothing is allocated.
+"""Predicts the memory of each rank of a training, from a configuration, without allocating it.
 
 The C++ memory model (weft/strategy/memory_model.h) predicts all phases of a training of Llama-like models and MLPs,
 without torch. For other models of Hugging Face, for the plan "huggingface" and for pipelines, the estimate has the
@@ -26,7 +26,13 @@ _NO_TEMPORARIES = "temporaries and communication, such as gathered parameters, a
 
 @dataclasses.dataclass(frozen=True)
 class RankEstimate:
-    """Bytes of one rank by phase and category, and the number of ranks (this one included) with the same figures."""
+    """The prediction for one rank.
+
+    Attributes:
+        rank: the global rank.
+        num_ranks: the number of ranks with the same figures, this one included.
+        phases: bytes by phase, then by category.
+    """
 
     rank: int
     num_ranks: int
@@ -34,6 +40,7 @@ class RankEstimate:
 
     @property
     def peak_bytes(self) -> int:
+        """The bytes of all categories in the largest phase."""
         return max(sum(usage.values()) for usage in self.phases.values())
 
 
@@ -57,6 +64,7 @@ class Estimate:
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain data, with "peak_bytes" for each rank."""
         return {
             "num_parameters": self.num_parameters,
             "bytes_per_parameter": self.bytes_per_parameter,

@@ -74,7 +74,7 @@ def state_of_ranks(training: Training) -> ModelState:
         if layers is not None:
             if tp_size > 1:
                 store_rehearsal(model)  # as `Pipeline` does
-            trunk_parameters = _cut_into_stages(model, layers, _stages_of(training, pipeline_rank))
+            trunk_parameters = _keep_stages(model, layers, _stages_of(training, pipeline_rank))
         dims = parameter_dims(model, plan.assign(model, tp_size))
         for tp_rank in range(tp_size):
             shards = _Shards(dims, tp_size, tp_rank, axis_size(training.mesh, "data_parallel"), trunk_parameters)
@@ -147,7 +147,7 @@ def _stages_of(training: Training, pipeline_rank: int) -> list[int]:
     return [stage for stage, rank in enumerate(rank_of) if rank == pipeline_rank]
 
 
-def _cut_into_stages(model: nn.Module, layers: Layers, stages: list[int]) -> set[int]:
+def _keep_stages(model: nn.Module, layers: Layers, stages: list[int]) -> set[int]:
     """Remove the layers of other stages in place; return the ids of the trunk's parameters, which no layer holds."""
     staged = StagedModel(model, layers, stages, torch.device("cpu"))
     local_layers = [name for name, stage in staged.layers.stage_of.items() if stage == ANY_STAGE or stage in stages]
@@ -216,6 +216,6 @@ def _usage(model: nn.Module, shards: _Shards, costs: _Costs) -> dict[str, int]:
 
 
 def _buffer_bytes(buffer: torch.Tensor, parameter_bytes: int) -> int:
-    """Return the bytes of a buffer, full on every rank; 2 per floating element if those of parameters have 2, too."""
+    """Return the bytes of a buffer, full on every rank; a floating element has 2 bytes if a parameter's has 2."""
     is_half = buffer.is_floating_point() and parameter_bytes == 2
     return buffer.numel() * (parameter_bytes if is_half else buffer.element_size())
