@@ -114,7 +114,9 @@ def compare(
             either. None: the model's `example_input_array`, or random tokens for a language model of Hugging Face; the
             default loss is then that of the forward, not of `training_step`.
         layout: the sizes of the axes, as in the Lightning strategies: "tp2", "dp2,tp2", "rep2,dp2,tp2"; no pipeline.
-        plan: as `weft.parallelize` takes it.
+        plan: as in `weft.parallelize`.
+        steps: the number of training steps.
+        learning_rate: the learning rate of SGD.
         dtype: of all floating parameters, buffers and inputs: float64, float32, bfloat16 or float16.
         loss_fn: a function `(module, batch) -> loss`, a tensor `[]`, or its "package.module:name". None: the loss of a
             LightningModule is that of `training_step(batch, 0)`, without logging. For other modules it is that of the
@@ -137,8 +139,8 @@ def compare(
     Raises:
         ValueError: arguments do not fit together, or the plan does not fit the model.
         TimeoutError: the ranks that `compare` started did not end in time.
-        RuntimeError: a rank that `compare` started was killed, or raised an error, as of the unsharded model. In an
-            initialised process group, an error of the unsharded model is raised unchanged.
+        RuntimeError: a rank that `compare` started was killed, or raised an error, such as one of the unsharded model.
+            In an initialised process group, an error of the unsharded model is raised unchanged.
     """
     request = Request(
         module,

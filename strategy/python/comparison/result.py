@@ -46,6 +46,7 @@ class ParameterDifference:
 
     @property
     def largest(self) -> float:
+        """Return the larger of the two differences; 0 if no step was completed."""
         return max(self.gradient or 0.0, self.weight or 0.0)
 
 

@@ -32,6 +32,9 @@ def build_model(source: Any, dtype: torch.dtype, first_layers: int | None, seed:
         first_layers: keep this many blocks of each list of repeated blocks; if `source` is a callable, the other blocks
             are never materialized.
         seed: of torch's and Python's random numbers, which a callable may draw.
+
+    Raises:
+        ValueError: `source` does not give a module, or the model has tensors on the meta device.
     """
     source = resolve(source)
     torch.manual_seed(seed)
@@ -54,7 +57,11 @@ def build_model(source: Any, dtype: torch.dtype, first_layers: int | None, seed:
 
 
 def resolve(source: Any) -> Any:
-    """Return the object that "package.module:name" names; return anything but a string unchanged."""
+    """Return the object that "package.module:name" names, or anything but a string unchanged.
+
+    Raises:
+        ValueError: the string has no such form, or cannot be imported.
+    """
     if not isinstance(source, str):
         return source
     module_name, _, name = source.partition(":")
@@ -85,7 +92,7 @@ def is_lightning_module(model: nn.Module) -> bool:
 
 
 def keep_first_layers(model: nn.Module, count: int) -> None:
-    """Take all but the first `count` blocks out of each list of repeated blocks.
+    """Remove all but the first `count` blocks from each list of repeated blocks.
 
     Raises:
         ValueError: the model has no repeated blocks.

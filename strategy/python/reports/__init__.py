@@ -1,1 +1,1 @@
-"""weft.strategy.reports: what became of each parameter and module, as tables and sentences."""
+"""weft.strategy.reports: how each parameter and module is sharded, as tables and sentences."""

@@ -46,7 +46,7 @@ class RankReports:
 
 
 def rank_reports(model: nn.Module, group: dist.ProcessGroup | None = None) -> RankReports:
-    """Gather the reports of a group's ranks on their parts of a model (None: the default group); collective."""
+    """Return the reports of all ranks of a group (None: the default group) on the parameters they hold; collective."""
     from weft.strategy.pipeline import find_staged
 
     found = find_staged(model)

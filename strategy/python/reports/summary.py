@@ -14,7 +14,7 @@ from weft.strategy.sharding.state import ModuleState, state_of
 MAX_LINES = 12  # of a start message: those of `summary`, and those that callers add
 REPLICATED_FRACTION = 0.05  # of the bytes; above it, replicated parameters are named
 _MAX_KINDS = 5
-_MAX_LAYERS = 3  # layers of one parent that are named; of more, only the class of the parent is
+_MAX_LAYERS = 3  # layers of one parent that are named; if there are more, only the class of the parent is named
 _STYLE_TEXTS = {
     "column_row_mlp": "fused, by hidden units",
     "vocab_embedding": "by rows",
