@@ -75,7 +75,7 @@ ERRORS_ON_ALL_RANKS = {
     "never": (RuntimeError, "called the model in stages 0 times for a micro-batch; call it once"),
     "outputs": (TypeError, "a tensor of shape .* for each micro-batch, which cannot be joined"),
     "tied": (ValueError, "'head.weight' and 'model.layers.0.attention.wq.weight' are one parameter"),
-    "optimizer": (AttributeError, "the layer 'layers.[02]' .* is on stage [01], and its 'attention' was asked for"),
+    "optimizer": (AttributeError, "the layer 'layers.[02]' .* is on stage [01], and its 'attention' was read"),
 }
 ERRORS_ON_LAST_STAGE = {
     "twice": (RuntimeError, "the step calls the model in stages twice for one micro-batch; call it once"),

@@ -68,9 +68,9 @@ def _argument_names(func: Any) -> set[str]:
 def deferred_init(min_bytes: int = MIN_BYTES) -> Iterator[None]:
     """Build a model with deferred parameters; `weft.parallelize` materializes only the shards of each rank.
 
-    The values are bitwise those that the model would have had: calls are recorded in the order of the program, with the
-    state of the random generators, and the generators advance as usual. Code that reads the values of a tensor gets
-    them; the tensor is then materialized in full.
+    The values are bitwise those that the model would have without this context: calls are recorded in program order,
+    with the state of the random generators, and the generators advance as usual. Code that reads the values of a tensor
+    gets them; the tensor is then materialized in full.
 
         with weft.strategy.deferred_init():
             model = Model()

@@ -102,12 +102,12 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         or any(storage_of(tensor.meta) in tape.materialized for tensor in deferred)
     )
     if needs_values:
-        return _call_for_real(func, args, kwargs)
+        return _call_with_values(func, args, kwargs)
     device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else deferred[0].device
     try:
         return record(tape, func, args, kwargs, device)
     except _NeedsValuesError:
-        return _call_for_real(func, args, kwargs)
+        return _call_with_values(func, args, kwargs)
 
 
 def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
@@ -208,7 +208,7 @@ def _advance_generator(func: Any, args: Any, kwargs: Any, result: Any, device: t
     return random
 
 
-def _call_for_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = tree_map(lambda leaf: value_of(leaf) if isinstance(leaf, DeferredTensor) else leaf, (args, kwargs))
     return func(*values[0], **values[1])
 

@@ -57,7 +57,7 @@ for _name in ("aten::_fused_sgd_", "aten::_fused_adagrad_", "aten::_fused_adam_"
 def fuse(optimizer: Optimizer, model: nn.Module | None = None) -> str | None:
     """Make an optimizer of torch use its fused kernels from its next step on.
 
-    It stays fused after loading a state or adding parameter groups. Results differ only by rounding.
+    The optimizer stays fused after loading a state or adding parameter groups. Results differ only by rounding.
 
     Args:
         optimizer: changed in place, if possible.

@@ -33,8 +33,8 @@ class StepInBackward:
 
     With `by_rows`, the backward computes the gradient of a fused MLP's weight some rows at a time (1 MiB of them on the
     CPU, about a quarter of the weight and at most 64 MiB on CUDA) and steps these rows, so that the full gradient does
-    not exist. A weight that has hooks of the user or a gradient already, or whose
-    MLP is called several times before the backward, gets its full gradient and is stepped like other parameters.
+    not exist. A weight that has a hook of the user, or already a gradient, or whose MLP is called several times before
+    the backward, gets its full gradient and is stepped like other parameters.
 
     The optimizer object stays the user's: the options of its groups are read at each step, and its state stays in it.
     Its `step()` must still be called after each backward; the call finds no gradients, and allows the next backward.
@@ -80,8 +80,8 @@ class StepInBackward:
         )
         if num_unknown:
             raise ValueError(
-                f"optimizer_in_backward: {num_unknown} parameters of the optimizer are not of the model; make the "
-                "optimizer of the model's parameters, after parallelize."
+                f"optimizer_in_backward: {num_unknown} parameters of the optimizer are not of the model; create the "
+                "optimizer with the model's parameters, after parallelize."
             )
         self._stepped: list[Tensor] = []
         self._stepped_by_rows: set[Tensor] = set()

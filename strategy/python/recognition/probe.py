@@ -81,7 +81,7 @@ def find_activation(
             stored = _stored(shell, before)
             changed = [name for (_, name), value in _plain_numbers(shell).items() - numbers.items()]
         except Exception as error:  # the user's forward may raise anything; the reason quotes it
-            return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
+            return f"its forward does not run on one tensor with some of its hidden units ({_first_line(error)})"
     if stored:
         return f"its forward keeps {stored}"
     if changed:
@@ -138,7 +138,7 @@ def why_not_split(container: nn.Module, mlp: MlpLayers) -> str | None:
         except _NotSplit as error:
             return str(error)
         except Exception as error:  # the user's forward may raise anything; the reason quotes it
-            return f"its forward does not run on one tensor and a part of its hidden units ({_first_line(error)})"
+            return f"its forward does not run on one tensor with some of its hidden units ({_first_line(error)})"
     return None
 
 

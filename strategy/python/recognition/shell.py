@@ -35,9 +35,9 @@ def shell_of(
     `parameters` and `buffers` map the id of each of the module's tensors to its replacement. Plain attributes are the
     same objects, except that tensors (converted to the CPU and float64), lists and dicts are copied, so that the
     copy's forward does not change those of the original. Hooks are left out: the copy's forward runs no user code
-    except that of the module itself. What torch.compile has made of a module is left out, too: it would call the
-    original. A module that is used twice is copied once; `memo` maps the ids of copied modules,
-    lists and dicts to their copies.
+    except that of the module itself. The compiled call of a module on which `compile` was called is left out, too: it
+    would call the original. A module that is used twice is copied once; `memo` maps the ids of copied modules, lists
+    and dicts to their copies.
     """
     memo = {} if memo is None else memo
     if id(module) in memo:

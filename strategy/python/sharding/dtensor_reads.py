@@ -28,7 +28,7 @@ def _item(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[
 def _is_any_true_locally(
     mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> Tensor:
-    """Implement anomaly detection's check of a gradient locally; if a rank ends at a NaN, other ranks lose a peer."""
+    """Implement anomaly detection's check of a gradient locally; if a rank raises at a NaN, other ranks lose a peer."""
     found: Tensor = func(args[0]._local_tensor)
     return found
 

@@ -42,16 +42,16 @@ def check_replicated_gradients(
     mesh = _mesh_of(model)
     if mesh is None or mesh.size() == 1:
         return
-    names, dtypes, own = [], [], []
+    names, dtypes, local_fingerprints = [], [], []
     for name, parameter in model.named_parameters():
         if _is_replicated(parameter, mesh) and parameter.requires_grad:
             names.append(name)
             dtypes.append(parameter.dtype)
             known = None if fingerprints is None else fingerprints.get(parameter)
-            own.append(gradient_fingerprint(parameter) if known is None else known)
+            local_fingerprints.append(gradient_fingerprint(parameter) if known is None else known)
     if not names:
         return
-    stacked = torch.stack(own).to(_device(mesh))  # [parameter, 3]
+    stacked = torch.stack(local_fingerprints).to(_device(mesh))  # [parameter, 3]
     gathered = stacked.new_empty(mesh.size(), *stacked.shape)
     dist.all_gather_into_tensor(gathered.view(-1), stacked.view(-1), group=mesh.get_group())
     differing = _differing(gathered.cpu(), dtypes).to(stacked.device)
@@ -61,7 +61,7 @@ def check_replicated_gradients(
         shown = ", ".join(f"'{name}'" for name, differs in zip(names, differing.tolist(), strict=True) if differs)
         raise ValueError(
             f"the gradients of the replicated parameters {shown} differ between the tensor-parallel "
-            "ranks, so each rank holds only a part of them: give the layers before and after them the style "
+            "ranks, so each rank has only partial gradients: give the layers before and after them the style "
             "'replicate'."
         )
 

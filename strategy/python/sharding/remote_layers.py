@@ -36,7 +36,7 @@ class RemoteLayer(nn.Module):
         value = getattr(skeleton, attribute)
         if active_mode.get() is not None or not isinstance(value, (Tensor, nn.Module)):
             return value
-        self._raise_unavailable(f"its {attribute!r} was asked for", AttributeError)
+        self._raise_unavailable(f"its {attribute!r} was read", AttributeError)
 
     @property
     def __class__(self) -> type:
@@ -69,7 +69,7 @@ def placeholder_parameters(model: nn.Module, device: torch.device) -> Iterator[l
     """Inside, each RemoteLayer has an empty parameter of the same name and dtype for each parameter of its layer.
 
     An empty parameter has as many dims as the layer's, at least one. Code that sorts a model's parameters by names or
-    dims, as for parameter groups, then gives the same groups on every stage, and no empty list of parameters, which
+    dims, as for parameter groups, then makes the same groups on every stage. None of them is an empty list, which
     optimizers reject. Yields the empty parameters.
     """
     remote_layers = [module for module in model.modules() if type(module) is RemoteLayer]

@@ -3,7 +3,7 @@
 The plan has verified the code between column layers and the row layer that takes their outputs in one forward: that of
 the smallest module that contains all of these layers. Other code (another method, a training step) may call the same
 layers. In such calls column layers gather their output and row layers split their input, which is exact for any code.
-With sequence parallelism layers have no scope: column layers return shards in all calls.
+With sequence parallelism, layers have no scope: column layers return shards in all calls.
 """
 
 from __future__ import annotations

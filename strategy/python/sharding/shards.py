@@ -41,7 +41,7 @@ def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def group_name_of(mesh: DeviceMesh) -> str:
-    """Return the c10d name that the operators take; "" (a group of one) for an axis of size 1."""
+    """Return the group's c10d name, an argument of the operators; "" (a group of one rank) for an axis of size 1."""
     return "" if mesh.size() == 1 else mesh.get_group().group_name
 
 

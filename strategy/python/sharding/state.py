@@ -56,7 +56,7 @@ class ModuleState:
     mlp: MlpLayers | None = None  # the layers of a fused MLP
     activation: str = ""  # of a fused MLP
     recompute: bool = False  # a fused MLP saves only its input for the backward
-    watched: tuple[Any, ...] = ()  # `attribute_reads.Watched`: what a fused MLP assumes of attributes; else it raises
+    watched: tuple[Any, ...] = ()  # `attribute_reads.Watched`: a fused MLP raises if one of these attributes changed
     child_classes: tuple[type, ...] = ()  # of a fused MLP's layers, in the order of `mlp.children`
     transposed: bool = False  # the weight is [in, out], as in GPT-2's Conv1D
     vocab_start: int = 0  # for a vocab_embedding or vocab_head: the first row on this rank
@@ -65,7 +65,7 @@ class ModuleState:
     precision: torch.dtype | None = None  # the dtype that it computes in; None: no rule names one
     local_attributes: tuple[tuple[str, int], ...] = ()  # (name, value on this rank in the forward), as for head counts
     dropout_inputs: tuple[ShardedDim, ...] = ()  # for an nn.Dropout between column and row layers: sharded dim by input
-    scope: Scope | None = None  # of a column or row layer: the enclosing forward outside of which it gathers
+    scope: Scope | None = None  # of a column or row layer: outside of this forward, its activations are full
     own_scope: Scope | None = None  # of the smallest module that contains a group of such layers: its forward
     plan_key: Any = None  # on the root: `key()` of the applied plan, by which another plan is detected
     plan_notes: tuple[str, ...] = ()  # on the root: the notes of the report

@@ -94,7 +94,7 @@ def test_absent_parameters_raise_with_stage(rank: int, world_size: int) -> None:
     assert names == (first if rank == 0 else set(expected) - first) == set(model.state_dict())
     assert pipeline.stages == (rank,) and pipeline.has_last_stage == (rank == 1) and pipeline.model is model
     absent, attribute = (model.output, "weight") if rank == 0 else (model.tok_embeddings, "weight")
-    with pytest.raises(AttributeError, match=f"is on stage {1 - rank}, and its 'weight' was asked for"):
+    with pytest.raises(AttributeError, match=f"is on stage {1 - rank}, and its 'weight' was read"):
         getattr(absent, attribute)
     assert not hasattr(absent, "weight") and not hasattr(absent, "no_such_attribute")
     assert (model.output.in_features, model.tok_embeddings.embedding_dim, len(model.layers)) == (16, 16, 3)
