@@ -89,6 +89,6 @@ def check_equal_arguments(
         for (what, here), (_, there) in zip(gathered[0], other, strict=True):
             if here != there:
                 raise ValueError(
-                    f"pipeline: rank 0 got the {what} {here!r} and rank {rank} {there!r}; choose on one rank and "
-                    "broadcast."
+                    f"pipeline: rank 0 got the {what} {here!r} and rank {rank} {there!r}; choose them on one rank "
+                    "and broadcast them."
                 )

@@ -22,15 +22,15 @@ _SEVERAL_STAGES = ("interleaved", "looped_bfs")  # schedules with several stages
 class AutoCuts:
     """Options for a pipeline that chooses its cuts; the text "auto" means `AutoCuts()`.
 
-    stages_per_rank: None: 2 for the schedules "interleaved" and "looped_bfs", 1 for other names; a `Schedule` has its
-        number of stages.
-    example: arguments of the model's forward for one micro-batch (a tuple of positional ones, a dict of keywords, or
-        the only one). Stages are balanced by the floating-point operations of this call, and its activations count
-        towards `memory_limit`.
+    stages_per_rank: None: 2 for the schedules "interleaved" and "looped_bfs", 1 for other names; with a `Schedule`, the
+        number that the schedule has.
+    example: arguments of the model's forward for one micro-batch (a tuple of positional arguments, a dict of keywords,
+        or the only argument). Stages are balanced by the floating-point operations of this call, and its activations
+        count towards `memory_limit`.
         None: the Trainer uses the LightningModule's `example_input_array`. Without that array, and in Fabric and plain
         PyTorch, stages are balanced by their layers' parameters, except those of embeddings.
     memory_limit: the largest number of bytes of a rank. None: the memory of the first rank's CUDA device, which is
-        ignored if no cut satisfies it; no limit on CPU.
+        ignored if no cuts satisfy it; no limit on CPU.
     state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
 
     Raises:
@@ -62,8 +62,8 @@ def num_stages_of(auto: AutoCuts, schedule: str | Schedule, num_ranks: int) -> i
     """Return the number of stages for `num_ranks` ranks.
 
     Raises:
-        ValueError: a `Schedule` has another number of stages than `auto` asks for, or the named schedule does not
-            support this number of stages per rank.
+        ValueError: a `Schedule` has another number of stages than `auto.stages_per_rank` gives, or the named schedule
+            does not support this number of stages per rank.
     """
     if isinstance(schedule, str):
         default = 2 if schedule in _SEVERAL_STAGES else 1
@@ -104,10 +104,10 @@ def agree_on_cuts(
         mesh: the ranks that must agree.
         auto: the options.
         schedule, num_ranks, num_micro_batches: of the pipeline.
-        device: of this rank; the memory of a CUDA device is the limit if `auto` has none, and is ignored if no cut
-            satisfies it, because the memory of training is an estimate.
+        device: of this rank; the memory of a CUDA device is the limit if `auto` has none, and is ignored if no cuts
+            satisfy it, because the memory of training is an estimate.
         forward: calls the model once, as for a micro-batch; used if `auto` has no example. If the operations of the
-            call cannot be counted, parameters are.
+            call cannot be counted, the cuts balance parameters.
         parameter_shards: the number of ranks over which the parameters of a stage are sharded.
 
     Raises:

@@ -1,7 +1,7 @@
 """The backward of one stage for one micro-batch, complete or in two halves.
 
 The halves are those of Qi et al., "Zero Bubble Pipeline Parallelism" (2024): first the gradients of the stage's inputs,
-which the previous stage waits for, later those of its weights. Any graph is split by its structure: the first half runs
+which the previous stage waits for, later those of the weights. Any graph is split by its structure: the first half runs
 the nodes between outputs and inputs, and stores the gradients that arrive at nodes with edges to weights alone; the
 second half follows only these edges, to compute the weights' gradients.
 """
@@ -20,7 +20,7 @@ Edge = tuple[Node, int]
 
 
 def edge_of(output: Tensor) -> GradientEdge | None:
-    """Return the edge for an output's gradient; it keeps the graph, not the output. None: no gradient is required."""
+    """Return the edge for an output's gradient, which keeps the graph but not the output; None: it requires none."""
     return get_gradient_edge(output) if output.requires_grad else None
 
 

@@ -147,8 +147,8 @@ def _by_parameters(model: nn.Module, names: list[str]) -> list[LayerProfile]:
 def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any]) -> list[LayerProfile]:
     """Return the layers in call order.
 
-    A layer without parameters cannot begin a stage: its cost is added to the layer called before it, or for the first
-    layer, to the one called after it.
+    A layer without parameters cannot begin a stage: its cost is added to the layer that is called before it, or, for
+    the first layer, to the layer that is called after it.
     """
     with torch.enable_grad(), preserving_all_random_states():
         profiles = profile_layers(model, None, lambda _: _total(forward()), measure=FLOPS)
@@ -164,9 +164,9 @@ def _by_operations(model: nn.Module, names: list[str], forward: Callable[[], Any
 
 
 def _in_order(called: list[LayerProfile], names: list[str]) -> list[LayerProfile]:
-    """Merge each layer that is called after a layer registered later into the layer called just before it.
+    """Merge each layer that is called out of registration order into the layer that is called just before it.
 
-    A stage cannot begin at the merged layer.
+    A stage cannot begin at such a layer.
     """
     layers: list[LayerProfile] = []
     for layer in called:

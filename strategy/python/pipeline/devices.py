@@ -34,7 +34,7 @@ def spread_over_devices(
 
     Args:
         model: any module; its forward stays as it is.
-        cuts: the names of the first module of each stage but the first, as `Pipeline` takes them.
+        cuts: the names of the first module of each stage but the first, as in `Pipeline`.
         devices: one for each stage; a device may occur more than once.
         layer_stages: as in `Pipeline`.
 
@@ -112,7 +112,7 @@ def _needs_move(leaf: Any) -> bool:
 
 
 def _to_device(tree: Any, device: torch.device) -> Any:
-    # A copy to the CPU that does not block returns before its values are there, and the CPU does not wait for it.
+    # A non-blocking copy to the CPU returns before its values have arrived, and the CPU does not wait for them.
     non_blocking = device.type != "cpu"
     return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=non_blocking) if _needs_move(leaf) else leaf, tree)
 

@@ -1,4 +1,8 @@
-"""Keeps parameters beside a module in stages, such as a LightningModule's, only on the rank of the last stage."""
+"""Keeps the parameters outside of a module in stages only on the rank of the last stage.
+
+A module in stages is one whose layers are divided into stages. A root around it, such as a LightningModule, may have
+further modules and parameters, which are *beside* the module in stages.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,11 @@ from weft.strategy.sharding.state import child_of
 class LastStageModules:
     """Removes the parameters beside a module in stages from ranks without the last stage, in place.
 
-    Placeholders replace the modules beside it that have parameters, and the parameters that its ancestors hold
-    directly.
+    Placeholders replace the modules beside the module in stages that have parameters, and the parameters that the
+    ancestors of the module in stages hold directly.
 
     root: for example a LightningModule.
-    name: of the module in `root` that is already in stages. "": `root` itself, which has no modules beside it.
+    name: the name of the module in stages, in `root`. "": `root` itself, which has no modules beside it.
     has_last_stage: whether this rank has the last stage and so keeps all parameters.
     """
 
@@ -69,7 +73,7 @@ def check_not_shared(root: nn.Module, name: str) -> None:
         if id(parameter) in inside:
             raise ValueError(
                 f"pipeline: '{own_name}' and '{join(name, inside[id(parameter)])}' are one parameter, and '{name}' is "
-                f"to be cut into stages; put both inside of '{name}'."
+                f"to be divided into stages; put both inside of '{name}'."
             )
 
 

@@ -28,7 +28,9 @@ def peers_of(rank: int, rank_of: Sequence[int], tied: Iterable[Iterable[int]]) -
 
 
 def links_enabled() -> bool:
-    """Return whether WEFT_PIPELINE_LINKS asks to link stages on CUDA devices by NCCL. Default: never.
+    """Return whether the environment variable WEFT_PIPELINE_LINKS is "always": link CUDA devices of stages by NCCL.
+
+    Without the variable, the value is "never".
 
     Raises:
         ValueError: the variable is neither "always" nor "never".

@@ -31,9 +31,9 @@ def batch_size_of(batch: Any) -> int:
     (size, count), *others = sizes.most_common()
     if others and others[0][1] == count:
         raise ValueError(
-            f"the batch's tensors have the sizes {sorted(sizes)} along dim 0, equally often, so that none is known as "
-            "the number of samples; pass split=, which splits a batch, and weight=, a micro-batch's weight in the loss "
-            "(a Trainer's strategy: split_batch= and micro_batch_weight=)."
+            f"the batch's tensors have the sizes {sorted(sizes)} along dim 0, equally often, so the number of samples "
+            "is ambiguous; pass split=, which splits a batch, and weight=, a micro-batch's weight in the loss (a "
+            "Trainer's strategy: split_batch= and micro_batch_weight=)."
         )
     return size
 

@@ -57,8 +57,8 @@ class Pipeline:
             ranks, to minimise the estimated time of the slowest stage.
         schedule: one of `SCHEDULES`, or a `Schedule` without communication for these ranks and stages; a step with
             fewer micro-batches than the `Schedule` runs only the first ones.
-        num_micro_batches: in a step; a batch with fewer samples has one micro-batch per sample. Default: that of a
-            given `Schedule`, else twice the number of ranks.
+        num_micro_batches: the number of micro-batches in a step; a batch with fewer samples has one micro-batch per
+            sample. Default: that of a given `Schedule`, else twice the number of ranks.
         micro_batch_shares: the relative sizes of the micro-batches, in place of their number: for [1, 2, 1] the second
             of three micro-batches has half of the samples. Smaller micro-batches at the ends shorten the pipeline's
             warm-up and drain; see `tune`.
@@ -156,7 +156,8 @@ class Pipeline:
         rehearsal = store_rehearsal(model)
         if verify != "never":
             verify_cuts(model, layers, rehearsal)
-        if not has_tensor_ranks:  # with them, a plan applied later needs it: this rank then has only some layers
+        # With tensor-parallel ranks, a plan that is applied later, when this rank has only some layers, needs it.
+        if not has_tensor_ranks:
             drop_rehearsal(model)
 
     def fully_shard(self, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> None:
@@ -168,7 +169,7 @@ class Pipeline:
 
         Args:
             mesh: the data-parallel axis, or (replicas, data-parallel) axes, of the mesh that the model is on.
-            mp_policy: dtypes of gathered parameters and reduced gradients; None: as the parameters are.
+            mp_policy: dtypes of gathered parameters and reduced gradients; None: the dtypes of the parameters.
 
         Raises:
             ValueError: fully_shard was applied already.
@@ -213,6 +214,7 @@ class Pipeline:
 
     @property
     def has_last_stage(self) -> bool:
+        """Return whether this rank has the last stage."""
         return len(self._rank_of) - 1 in self.stages
 
     @property
@@ -232,6 +234,7 @@ class Pipeline:
 
     @property
     def is_fully_sharded(self) -> bool:
+        """Return whether `fully_shard` was called."""
         return self._runner.sharding is not None
 
     @property
@@ -245,7 +248,7 @@ class Pipeline:
     def traces(self) -> list[list[Span]]:
         """Return the traces of all ranks, in seconds from the earliest beginning on any rank; collective.
 
-        Times on different hosts differ by the offset of the hosts' clocks. On CUDA, it waits for the device.
+        Times on different hosts differ by the offset of the hosts' clocks. On CUDA, the call waits for the device.
         """
         rows = [(str(span.action), span.start, span.end) for span in self.trace]
         gathered: list[Any] = [None] * self._group.size()
@@ -323,15 +326,13 @@ class Pipeline:
             The weighted mean of the losses, `[]`, float64, the same on every rank.
 
         Raises:
-            RuntimeError: under `torch.no_grad()`; `loss_fn` does not call the model, calls it twice, or calls it
-                otherwise than recorded; an earlier step failed.
+            RuntimeError: under `torch.no_grad()`; `loss_fn` does not call the model, calls it twice, or calls it with
+                other shapes or along another path than recorded; an earlier step failed.
             TypeError: `loss_fn` did not return a scalar.
             ValueError: a batch that cannot be split, invalid weights, or a forward that cannot be recorded.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError(
-                "pipeline: step was called without gradients being recorded; use evaluate under no_grad."
-            )
+            raise RuntimeError("pipeline: step was called while gradients are disabled; use evaluate, or enable them.")
         micro_batches = self.split(batch, split)
         weights = [float(weight(micro_batch)) for micro_batch in micro_batches]
         total = sum(weights)
@@ -342,7 +343,7 @@ class Pipeline:
         def root_of(i: int, loss: Any) -> Tensor:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(
-                    f"pipeline: the step gave a {type(loss).__name__} as loss; return a tensor of one element."
+                    f"pipeline: the step returned a {type(loss).__name__} as loss; return one of one element."
                 )
             weighted = loss * (weights[i] / total)
             # A loss of weight 0 may be NaN, such as a mean over no tokens.
@@ -435,7 +436,7 @@ class Pipeline:
         return recording
 
     def _check_no_shard_reads(self, recording: Recording) -> None:
-        """Raise if layers are fully sharded and code between layers reads parameters of a layer that it never calls.
+        """Raise ValueError if layers are fully sharded, and code between layers reads parameters of an uncalled layer.
 
         FSDP2 would not reduce the gradients of these parameters.
         """

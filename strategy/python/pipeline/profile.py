@@ -98,8 +98,8 @@ def profile_layers(
     order = [row.name for row in passes[0]]
     if not order or len(set(order)) != len(order):
         raise ValueError(
-            f"pipeline: a step called {order or 'none'} of the layers {names}, which is no chain of them; pass cuts by "
-            "name."
+            f"pipeline: a step called {order or 'none'} of the layers {names}, which do not form a chain in which each "
+            "is called once; pass cuts by name."
         )
     return [
         LayerProfile(

@@ -1,8 +1,8 @@
 """Records once, on fake tensors, what a model's forward computes between its layers.
 
-The forward of the model's *skeleton* runs: a copy of the full model in which parameters, and buffers of layers, are
-fake tensors, which have shapes and no values. A value that depends on a layer of a stage or on a parameter is then a
-fake tensor, too; code between layers that depends only on the model's inputs computes on real tensors.
+The recorded forward is that of the model's *skeleton*: a copy of the full model in which parameters, and buffers of
+layers, are fake tensors, which have shapes and no values. A value that depends on a layer of a stage or on a parameter
+is then a fake tensor, too; code between layers that depends only on the model's inputs computes on real tensors.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Recording:
     """One forward of the full model.
 
     events: the calls of layers, and of torch functions between them, that returned tensors, in order.
-    values: the fake tensors that these calls took or returned, each once: results of layers, values computed from them,
-        and parameters that code between layers reads.
+    values: the fake tensors that are arguments or results of these calls, each once: results of layers, values computed
+        from them, and parameters that code between layers reads.
     crossings: crossings[b] has the indices in `values` of the values that cross the boundary from stage b to b + 1.
     read_values: the Python values that code between layers read from real tensors, and on which its path may depend.
     arguments: the signature of the model's arguments.

@@ -43,11 +43,11 @@ class _SavedState:
 class Work:
     """The input of a schedule's run.
 
-    micro_batches: in the form that `step` takes.
+    micro_batches: the arguments of `step`.
     recordings: the recorded forward of each micro-batch.
-    step: called once for each stage and micro-batch; on the last stage it returns the value that `root_of` takes.
-    root_of: returns the root of a micro-batch's backward, its weighted loss, from the micro-batch's index and the
-        step's result. None: there is no backward, and the run returns the step's results.
+    step: called once for each stage and micro-batch; only its result on the last stage is used.
+    root_of: returns the weighted loss from which a micro-batch's backward starts; its arguments are the micro-batch's
+        index and the result of `step`. None: there is no backward, and the run returns the results of `step`.
     """
 
     micro_batches: Sequence[Any]
@@ -88,7 +88,7 @@ class Runner:
 
     @property
     def begun(self) -> float:
-        """Return the `time.time()` at which that run began, on CUDA on the device; 0 before it."""
+        """Return the `time.time()` at which the run of `trace` began, on CUDA on the device; 0 before the first run."""
         return 0.0 if self._trace is None else self._trace.begun()
 
     def run(self, schedule: Schedule, work: Work) -> list[Any]:
@@ -217,8 +217,8 @@ class _Run:
                 continue
             if value.requires_grad and not fake.requires_grad:
                 raise RuntimeError(
-                    f"pipeline: a value of shape {tuple(value.shape)} that leaves stage {stage} needs a gradient, and "
-                    "did not when it was recorded; freeze and unfreeze parameters before the model is split."
+                    f"pipeline: a value of shape {tuple(value.shape)} that leaves stage {stage} requires a gradient, "
+                    "and did not when it was recorded; freeze and unfreeze parameters before the model is split."
                 )
             if fake.requires_grad:
                 edges.append(edge_of(value))

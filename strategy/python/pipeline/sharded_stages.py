@@ -23,7 +23,7 @@ class ShardedStages:
     Args:
         staged: the model in stages.
         mesh: the data-parallel axis, or (replicas, data-parallel) axes.
-        mp_policy: dtypes of gathered parameters and reduced gradients; None: as the parameters are.
+        mp_policy: dtypes of gathered parameters and reduced gradients; None: the dtypes of the parameters.
 
     Raises:
         ValueError: fully_shard was applied already.

@@ -1,4 +1,4 @@
-"""One rank's part of a model in stages, and the skeleton: a copy of the full model with fake tensors (`recording`)."""
+"""One rank's stages of a model, and the skeleton: a copy of the full model with fake tensors (see `recording`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stage each layer of a model is on."""
+"""Assigns each layer of a model to a stage."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Times the computations of one rank's step: by the host's clock on the CPU, by events on the stream on CUDA.
 
 On CUDA, an operator's call returns before the device has computed it, so that the host's clock gives launch times. An
-event has the time at which the device reaches it, and is read after the step: nothing waits for the device inside it.
+event has the time at which the device reaches it, and is read after the step, so the step itself does not wait.
 """
 
 from __future__ import annotations
@@ -91,5 +91,5 @@ class StepTrace:
         if self._spans is None:
             seconds = self._clock.seconds
             self._spans = [Span(action, seconds(start), seconds(end)) for action, start, end in self._rows]
-            self._rows = []  # their events
+            self._rows = []  # frees the events
         return self._spans

@@ -33,8 +33,8 @@ def profile_stages(
         batch: its first samples make the micro-batches of `sizes`.
         loss_fn: as for `Pipeline.step`.
         cuts: the first layer of each stage but the first, by its name in the result of `profile_layers`.
-        sizes: of micro-batches, in samples. Default: an eighth, a quarter, a half and all of the batch. Smaller
-            micro-batches are assumed to take as long as the smallest size.
+        sizes: the micro-batch sizes to measure, in samples. Default: an eighth, a quarter, a half and all of the batch.
+            Smaller micro-batches are assumed to take as long as the smallest size.
         transfer: the time of each boundary's transfer. Default: no time.
         state_factor: bytes of parameters, gradients and optimizer states for each byte of parameters; 4 is Adam's.
         repeats: see `profile_layers`.
@@ -50,7 +50,7 @@ def profile_stages(
     names = [layer.name for layer in measured[0]]
     missing = [cut for cut in cuts if cut not in names]
     if missing:
-        raise ValueError(f"pipeline: no layer that was measured is {missing[0]!r}; cut at one of {names}.")
+        raise ValueError(f"pipeline: the cut {missing[0]!r} is not a measured layer; cut at one of {names}.")
     begins = [0, *(names.index(cut) for cut in cuts), len(names)]
     stages = []
     for begin, end in itertools.pairwise(begins):

@@ -1,14 +1,15 @@
 """Verifies, before a model is split, that the stages of a pipeline compute together what the full model computes.
 
 Every stage of a pipeline runs the model's forward up to the first layer of the next stage and computes only its own
-layers; the outputs of earlier layers come from their stages. So tensors must go from layer to layer as arguments or
-outputs. If a layer stores a tensor in an attribute that a layer of another stage reads, or changes its input in place,
-the other stage uses an old value, and no error is raised.
+layers; the outputs of earlier layers are received from their stages. So tensors must pass from layer to layer as
+arguments or outputs. If a layer stores a tensor in an attribute that a layer of another stage reads, or changes its
+input in place, the other stage uses an old value, and no error is raised.
 
-Reference: one run of the model's own code without weights (`verification.weightless`), in eval mode. Candidate, for
-each stage: the same run, in which layers of other stages return copies of their outputs in the reference. The stage is
-right if its linear layers' inputs and its layers' outputs are close to those of the reference, and for the last stage,
-the model's output, too. The linear layers themselves need no check, so no weights are needed.
+The reference is one run of the model's own code without weights (`verification.weightless`), in eval mode. The
+candidate, for each stage, is the same run, in which layers of other stages return copies of their outputs in the
+reference. The stage is correct if the inputs of its linear layers and the outputs of its layers are close to those of
+the reference; for the last stage, the model's output must be close, too. The linear layers themselves need no check, so
+no weights are needed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def verify_cuts(model: nn.Module, layers: Layers, rehearsal: Rehearsal) -> None:
             difference = runs.difference(stage, full, stage_run, outputs, stage_outputs)
             if difference:
                 raise ValueError(
-                    f"pipeline: cut into these stages the model computes other values: on stage {stage} {difference}; "
+                    f"pipeline: with these cuts, the model computes other values: on stage {stage} {difference}; "
                     "have layers take all tensors as arguments and return them, without attributes that layers of "
                     "other stages read and without changing their inputs in place, or move the cut."
                 )
@@ -75,11 +76,11 @@ class _Runs:
             if name not in self._layers.stage_of:
                 return own_forward
             is_own = stage is None or self._layers.stage_of[name] in (stage, ANY_STAGE)
-            known = outputs.get(name, [])
+            reference_outputs = outputs.get(name, [])
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 calls = returned.setdefault(name, [])
-                result = own_forward(*args, **kwargs) if is_own else copied(known[len(calls)], {})
+                result = own_forward(*args, **kwargs) if is_own else copied(reference_outputs[len(calls)], {})
                 calls.append(copied(result, {}))
                 return result
 

@@ -126,7 +126,7 @@ def test_layer_names():
 
 def test_models_without_layer_chain_raise():
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="which is no chain of them"):
+    with pytest.raises(ValueError, match="which do not form a chain"):
         profile_layers(model, torch.ones(2, 2), lambda x: model(model(x)).sum())
     with pytest.raises(ValueError, match="a step called none of the layers"):
         profile_layers(model, torch.ones(2, 2), lambda x: (model[0].weight * x).sum())
@@ -142,7 +142,7 @@ def test_stage_profiles_at_several_sizes():
             assert time_of.at(1) == time_of.at(2)  # the smallest measured size is an eighth of the batch
     assert stages[0].parameter_bytes == 4 * 4 * (8 * 64 + 64)
     assert stages[0].activation_bytes_per_sample == 8 * 4  # the input
-    with pytest.raises(ValueError, match="no layer that was measured is '9'"):
+    with pytest.raises(ValueError, match="the cut '9' is not a measured layer"):
         profile_stages(model, torch.ones(16, 8), lambda x: model(x).sum(), ["9"], repeats=1)
     assert tune(stages, batch_size=16, num_ranks=2)[0].makespan > 0
 

@@ -212,7 +212,7 @@ def test_second_pipeline_of_model_raises(world_size: int) -> None:
 STEPS: dict[str, tuple[Callable[[nn.Module, Tensor], Any], type[Exception], str]] = {
     "twice": (lambda model, x: model(model(x)).sum(), RuntimeError, "calls the model in stages twice"),
     "never": (lambda model, x: x.sum(), RuntimeError, "called the model in stages 0 times"),
-    "vector": (lambda model, x: model(x), TypeError, "the step gave a Tensor as loss; return a tensor of one element"),
+    "vector": (lambda model, x: model(x), TypeError, "the step returned a Tensor as loss; return one of one element"),
 }
 
 
@@ -230,7 +230,7 @@ def test_invalid_steps_raise(world_size: int, step: str) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("cuts", (["2"], ["4"]), r"rank 0 got the cuts ['2'] and rank 1 ['4']; choose on one rank and broadcast"),
+        ("cuts", (["2"], ["4"]), r"rank 0 got the cuts ['2'] and rank 1 ['4']; choose them on one rank and broad"),
         ("schedule", ("gpipe", "1f1b"), "rank 0 got the schedule 'gpipe' and rank 1 '1f1b'"),
         ("num_micro_batches", (1, 2), "rank 0 got the micro_batch_shares (1.0,) and rank 1 (1.0, 1.0)"),
     ],
