@@ -38,15 +38,15 @@ def parallelize(
     Parameters become DTensors on that axis and keep their names; they are sharded by the plan's rules, or replicated.
     Parameters of modules with `ignore` rules, and of an nn.Embedding with max_norm, stay plain. Forwards compute on
     local tensors with weft's operators. Afterwards, build the optimizer and apply FSDP2 (`fully_shard` over another
-    axis) and torch.compile. There is no communication: the ranks must hold equal values before.
+    axis) and torch.compile. `parallelize` does not communicate: all ranks must pass models with equal values.
 
     Args:
         model: a model of plain modules, on any device, meta included. Its buffers do not change, nor do parameters that
             are DTensors already.
         mesh: a DeviceMesh of one axis, or with an axis named "tensor_parallel".
         plan: see `Plan`. Applying the same plan again changes nothing.
-        keeps_plain_on_one_rank: True: if the tensor-parallel axis has one rank, parameters stay plain, because FSDP2 is
-            faster on plain tensors than on DTensors. Has no effect if a rule sets a precision.
+        keeps_plain_on_one_rank: keep parameters plain if the tensor-parallel axis has one rank, because FSDP2 is faster
+            on plain tensors than on DTensors. Has no effect if a rule sets a precision.
 
     Returns:
         `model`.
@@ -167,19 +167,19 @@ def parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int 
             full_name, dim = join(module_name, name), module_dims.get(name)
             if full_name in assignments.unread_aliases:
                 continue
-            other = names.setdefault(id(parameter), full_name)
+            first_name = names.setdefault(id(parameter), full_name)
             if id(module) in ignored:
                 dim = _UNCHANGED
             if dims.setdefault(id(parameter), dim) != dim:
                 raise ValueError(
-                    f"parallelize: '{other}' and '{full_name}' are one tied parameter, but the plan shards them "
+                    f"parallelize: '{first_name}' and '{full_name}' are one tied parameter, but the plan shards them "
                     "differently; give their modules rules that agree, or none."
                 )
     return {parameter: dim for parameter, dim in dims.items() if dim != _UNCHANGED}
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raise for modules that cannot be sharded, or would keep using parameters that are about to be replaced."""
+    """Raise ValueError for modules that cannot be sharded, or would keep using parameters that will be replaced."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module_name, module in model.named_modules():
         parameters = [p for p in module._parameters.values() if p is not None]

@@ -101,12 +101,12 @@ class Plan:
 
     @classmethod
     def from_yaml(cls, text: str) -> Plan:
-        """Return a plan from a YAML mapping of pattern to style."""
+        """Return a plan from a YAML mapping of pattern to style; raises ValueError for other text."""
         return cls(cast("Rules", from_mapping(load(text, "YAML text"))))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Return a plan from a JSON object of pattern to style."""
+        """Return a plan from a JSON object of pattern to style; raises ValueError for other text."""
         try:
             return cls(cast("Rules", from_mapping(json.loads(text))))
         except json.JSONDecodeError as error:

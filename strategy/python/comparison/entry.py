@@ -118,10 +118,11 @@ def compare(
         steps: the number of training steps.
         learning_rate: the learning rate of SGD.
         dtype: of all floating parameters, buffers and inputs: float64, float32, bfloat16 or float16.
-        loss_fn: a function `(module, batch) -> loss`, a tensor `[]`, or its "package.module:name". None: the loss of a
-            LightningModule is that of `training_step(batch, 0)`, without logging. For other modules it is that of the
-            forward, which gets a tuple or list as arguments and a dict as keywords: the output's `loss` (attribute
-            or key), else its first floating tensor if that has one element, else a fixed random projection of it.
+        loss_fn: a function `(module, batch) -> loss` that returns a tensor `[]`, or its "package.module:name". None:
+            the loss of a LightningModule is that of `training_step(batch, 0)`, without logging. Other modules are
+            called with the batch: a tuple or list gives positional arguments, a dict keyword arguments. Their loss is
+            the output's `loss` (attribute or key), else its first floating tensor if that has one element, else a
+            fixed random projection of that tensor.
         tolerance: the largest relative difference that counts as agreement. None: 1e-9 for float64, 1e-4 for float32,
             5e-2 for half types, by the coarsest dtype that the unsharded forward computes in.
         zero_stage: the ZeRO stage over the data-parallel ranks, 0 to 3; see `weft.strategy.data_parallel`.

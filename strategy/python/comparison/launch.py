@@ -21,7 +21,7 @@ _GRACE_SECONDS = 5.0
 
 
 class _Answer(NamedTuple):
-    """The file that a rank writes when it ends.
+    """The content of the file that a rank writes when it ends.
 
     kind: "done", or for an error the kind that `encode_error` returns: "invalid" or "failed".
     content: the function's result, or the text of the error.

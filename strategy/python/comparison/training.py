@@ -162,7 +162,7 @@ class _ComparisonRun:
         random.seed(seed)
 
     def _unsharded_losses(self, step: int) -> list[Tensor]:
-        """Return the unsharded model's loss on each data-parallel rank's batch; leaves the gradients of their mean."""
+        """Return the unsharded model's loss on each data-parallel rank's batch; compute gradients of their mean."""
         self._optimizer.zero_grad()
         losses = []
         for data_rank, batch in enumerate(self._rank_batches):

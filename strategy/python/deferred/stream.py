@@ -175,8 +175,8 @@ def shard(tape: Tape, meta: Tensor, dim: int, start: int, length: int) -> Tensor
 def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, list[_Write]] | None:
     """Return a storage's initial value (None: uninitialised) and the calls that determine its values, in order.
 
-    None in place of both: one of these calls is no `_Write`. Calls before the last one that overwrites
-    the full storage are left out.
+    Calls before the last one that overwrites the full storage are left out. The result is None if one of the remaining
+    calls cannot be represented by a `_Write`.
     """
     initial: float | None = None
     writes: list[_Write] = []

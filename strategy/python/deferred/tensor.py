@@ -23,7 +23,7 @@ _DATA: Any = Tensor.data  # a descriptor
 
 
 class _NeedsValuesError(Exception):
-    """The shape of a call's result depends on values, or the call is invalid: on real tensors, it raises its error."""
+    """The shape of a call's result depends on values, or the call is invalid and must raise its error when executed."""
 
 
 class DeferredTensor(Tensor):

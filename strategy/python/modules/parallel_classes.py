@@ -337,7 +337,7 @@ def parallel_class(
 ) -> type[nn.Module]:
     """Return the class that replaces `cls` for modules of a style.
 
-    The forward is that of `_STYLED_FORWARDS`, that of a dropout on shards, or else a wrapper around the one of `cls`.
+    The forward is one of `_STYLED_FORWARDS`, that of a dropout on shards, or else a wrapper around that of `cls`.
 
     Args:
         sequence_kind: `SequenceRole.kind`, if activations are sharded along the sequence; else "".

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from weft import _weight_sink
 from weft.strategy.sharding.state import child_of, state_of
 
-# Steps a parameter whose gradient is leftᵀ right: called with (parameter, left, right).
+# Steps a parameter whose gradient is leftᵀ right. Arguments: parameter `[rows, columns]`, left `[tokens, rows]`, right
+# `[tokens, columns]`.
 StepRows = Callable[[Tensor, Tensor, Tensor], None]
 
 _KEY = "_weft_stepped_mlp"

@@ -1,4 +1,4 @@
-"""weft.strategy.planning: how plans, rules and layouts are read, and which style each module gets by them.
+"""weft.strategy.planning: how plans, rules and layouts are read, and which style they give each module.
 
 `plan_text.py` and `layout.py` do not import torch; `weft estimate` reads its configuration with them.
 """

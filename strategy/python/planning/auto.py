@@ -177,15 +177,15 @@ def _holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
 
 
 def _num_holders(model: nn.Module, unread: set[str]) -> dict[int, int]:
-    """Return, by the id of each parameter, under how many names other than `unread` modules hold it."""
+    """Return the number of names of each parameter, by its id, without counting the names in `unread`."""
     return {key: sum(name not in unread for name, _ in holders) for key, holders in _holders(model).items()}
 
 
 def _unread_biases(model: nn.Module, evidence: Evidence) -> set[str]:
-    """Return the names under which modules hold the bias of a linear layer elsewhere without reading it.
+    """Return the names of biases that modules hold but do not read, because a linear layer elsewhere holds them, too.
 
     BERT's head holds the bias of its output layer in this way. Modules that verification could not run may read the
-    bias, so their names are left out.
+    bias, so names in these modules are left out.
     """
     unread: set[str] = set()
     for holders in _holders(model).values():

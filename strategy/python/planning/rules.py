@@ -108,24 +108,24 @@ def _check_no_dtensors(name: str, module: nn.Module, style: str) -> None:
 
 
 def _check_one_style(modules: Mapping[str, nn.Module], result: Assignments) -> None:
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for name, module in modules.items():
-        other = first.setdefault(id(module), name)
-        styles = [result.styles.get(n, Assignment("")).style for n in (other, name)]
+        first = first_names.setdefault(id(module), name)
+        styles = [result.styles.get(n, Assignment("")).style for n in (first, name)]
         if styles[0] != styles[1]:
             raise ValueError(
-                f"parallelize: '{other}' and '{name}' are one module but get the styles '{styles[0] or 'none'}' and "
-                f"'{styles[1] or 'none'}'; give both names the same one."
+                f"parallelize: '{first}' and '{name}' are one module but get the styles '{styles[0] or 'none'}' and "
+                f"'{styles[1] or 'none'}'; give both names the same style."
             )
         inherited = [
             dataclasses.replace(result.options.get(n, Options()), precision=result.precision_of(n))
-            for n in (other, name)
+            for n in (first, name)
         ]
         options = [str(each) for each in inherited]
         if options[0] != options[1]:
             raise ValueError(
-                f"parallelize: '{other}' and '{name}' are one module but get the options '{options[0] or 'none'}' and "
-                f"'{options[1] or 'none'}'; give both names the same ones."
+                f"parallelize: '{first}' and '{name}' are one module but get the options '{options[0] or 'none'}' and "
+                f"'{options[1] or 'none'}'; give both names the same options."
             )
 
 

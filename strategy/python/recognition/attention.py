@@ -70,7 +70,7 @@ def why_no_linears(module: nn.Module, layers: tuple[str, ...]) -> str | None:
 def assign_attention(
     result: Assignments, name: str, module: nn.Module, projections: tuple[str, str, str, str]
 ) -> str | None:
-    """Give the projections column and row styles and divide the head counts; return the reason if it cannot."""
+    """Give the projections column and row styles and divide the head counts; return why not, if they do not fit."""
     reason = _why_not_by_heads(module, projections, result.tp_size)
     if reason is not None:
         return reason

@@ -47,8 +47,8 @@ def check_replicated_gradients(
         if _is_replicated(parameter, mesh) and parameter.requires_grad:
             names.append(name)
             dtypes.append(parameter.dtype)
-            known = None if fingerprints is None else fingerprints.get(parameter)
-            local_fingerprints.append(gradient_fingerprint(parameter) if known is None else known)
+            given = None if fingerprints is None else fingerprints.get(parameter)
+            local_fingerprints.append(gradient_fingerprint(parameter) if given is None else given)
     if not names:
         return
     stacked = torch.stack(local_fingerprints).to(_device(mesh))  # [parameter, 3]

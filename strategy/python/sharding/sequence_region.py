@@ -44,7 +44,7 @@ class Region:
             self.lengths = before
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return this rank's shard of the tokens; the backward all-gathers the gradient for the code before."""
+        """Return this rank's shard of the tokens; the backward all-gathers the gradient."""
         shard = torch.ops.weft.scatter_to_group(x, x.dim() - 2, self.group_name)
         self.lengths = (x.shape[-2], shard.shape[-2])
         return shard

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.strategy._plan import shard_range
 from weft.strategy.deferred import attributes_of, full_value_of, is_deferred, shard_of
-from weft.strategy.sharding import dtensor_reads  # noqa: F401  (registers)
+from weft.strategy.sharding import dtensor_reads  # noqa: F401  (registers reads of DTensors)
 
 TENSOR_PARALLEL = "tensor_parallel"
 

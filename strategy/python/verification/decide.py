@@ -191,11 +191,11 @@ class _Examiner:
         verdict = self._verdicts.get(exact)
         if verdict is None and not self._has_own_calls(module):
             verdict = self._verdicts.get(alike)
-        if verdict is None and (known := self._verdicts.get(alike)) is not None and known.is_accepted:
+        if verdict is None and (earlier := self._verdicts.get(alike)) is not None and earlier.is_accepted:
             first = 2 * self._num_alike % self.num_ranks
             ranks = sorted({first, (first + 1) % self.num_ranks})
             self._num_alike += 1
-            verdict = self._compare(module, group, calls[:1], [known.counts], ranks)
+            verdict = self._compare(module, group, calls[:1], [earlier.counts], ranks)
             verdict = verdict if verdict.is_accepted else None
         if verdict is None:
             verdict = self._compare(module, group, calls)

@@ -48,11 +48,11 @@ class StoredRehearsal:
         self._parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
 
     def __deepcopy__(self, memo: Any) -> None:
-        """Leave it out of copies of the model, such as the one that a pipeline keeps."""
+        """Return None: copies of the model, such as a pipeline's skeleton, have no stored rehearsal."""
 
     def for_model(self, model: nn.Module) -> Rehearsal:
         """Return the rehearsal for a model that has lost the layers of other pipeline stages."""
-        known = self.rehearsal
+        full = self.rehearsal
         module_ids = {
             self._modules[name]: id(module)
             for name, module in model.named_modules(remove_duplicate=False)
@@ -64,14 +64,14 @@ class StoredRehearsal:
             if name in self._parameters
         }
         # Calls of a module that is gone are kept for remaining modules like it, under a key that is no id.
-        keys = {key: module_ids.get(key, -1 - number) for number, key in enumerate(known.calls)}
+        keys = {key: module_ids.get(key, -1 - number) for number, key in enumerate(full.calls)}
         return Rehearsal(
-            calls={keys[key]: calls for key, calls in known.calls.items()},
-            like={module_ids[key]: keys[like] for key, like in known.like.items() if key in module_ids},
-            called={module_ids[key] for key in known.called if key in module_ids},
-            read={parameter_ids[key] for key in known.read if key in parameter_ids},
-            covered={module_ids[key] for key in known.covered if key in module_ids},
-            why_not=known.why_not,
+            calls={keys[key]: calls for key, calls in full.calls.items()},
+            like={module_ids[key]: keys[like] for key, like in full.like.items() if key in module_ids},
+            called={module_ids[key] for key in full.called if key in module_ids},
+            read={parameter_ids[key] for key in full.read if key in parameter_ids},
+            covered={module_ids[key] for key in full.covered if key in module_ids},
+            why_not=full.why_not,
         )
 
 
@@ -96,8 +96,8 @@ class Evidence:
 
     @functools.cached_property
     def rehearsal(self) -> Rehearsal:
-        known: StoredRehearsal | None = self.model.__dict__.get(_REHEARSAL)
-        return rehearse(self.model, self._example) if known is None else known.for_model(self.model)
+        stored: StoredRehearsal | None = self.model.__dict__.get(_REHEARSAL)
+        return rehearse(self.model, self._example) if stored is None else stored.for_model(self.model)
 
     def remarks(self) -> list[str]:
         """Return a sentence on an `example_input_array` with which the model cannot be called; else []."""

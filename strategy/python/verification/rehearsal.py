@@ -71,8 +71,8 @@ class Rehearsal:
 
     def calls_of(self, module: nn.Module) -> list[Call]:
         """Return the recorded calls of a module, or of one that differs from it only in index attributes."""
-        known = id(module) if id(module) in self.calls else self.like.get(id(module), 0)
-        return self.calls.get(known, [])
+        module_id = id(module) if id(module) in self.calls else self.like.get(id(module), 0)
+        return self.calls.get(module_id, [])
 
 
 def rehearse(model: nn.Module, example: Sample | None = None) -> Rehearsal:
@@ -192,7 +192,7 @@ def _modules_with(modules: Mapping[str, nn.Module], layers: Mapping[int, str]) -
 def copied(value: Any, memo: dict[int, Any]) -> Any:
     """Return copies of arguments: tensors detached, with their requires_grad; objects such as caches deep-copied.
 
-    Modules, configs, callables, and objects that cannot be copied are passed on.
+    Modules, configs, callables, and objects that cannot be copied are returned unchanged.
     """
 
     def copy_of(leaf: Any) -> Any:
