@@ -315,7 +315,7 @@ def _apply_options(model: nn.Module, assignments: Assignments) -> list[str]:
         elif options.offload:
             offload_activations(module)
     counts = collections.Counter(assignments.options.values())
-    return [f"{options.rule or 'the model itself'}: {options}, of {n} modules" for options, n in counts.items()]
+    return [f"{options.rule or 'the model itself'}: {options}, for {n} modules" for options, n in counts.items()]
 
 
 def _vocab_start(module: nn.Module, mesh: DeviceMesh, style: str) -> int:

@@ -253,7 +253,7 @@ def test_tied_tables_and_output_layers() -> None:
     tables = dict.fromkeys(("encoder", "decoder"), "vocab_embedding")
     assert vocab_styles(Several()) == {**tables, **dict.fromkeys(("head", "second"), "column_gather_output")}
     found = assign_auto(Several(), 2)
-    assert any("'other': left replicated: no output layer of 12 features" in note for note in found.notes)
+    assert any("'other': left replicated: there is no output layer of 12 features" in note for note in found.notes)
 
 
 def test_tables_with_shared_weight_stay_replicated() -> None:

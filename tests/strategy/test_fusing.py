@@ -165,7 +165,7 @@ def test_unfused_mlps_get_column_and_row_with_reason(world_size: int, case: str)
 
 
 ERRORS = {
-    "norm": (NormBetween, "hidden units are not computed one by one"),
+    "norm": (NormBetween, "does not compute each hidden unit from that unit alone"),
     "parametrized": (
         lambda: (m := Mlp(), nn.utils.parametrizations.weight_norm(m.fc1))[0],
         "finds no MLP",

@@ -55,11 +55,11 @@ def test_results_are_unchanged(world_size: int, case: str, by_tokens: bool) -> N
 def test_modules_wrapped_by_rules(world_size: int) -> None:
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), MEMORY_RULES["of blocks"])
     assert all(layer.checkpoint_mode == ("full", True) for layer in model.layers)
-    assert report(model).notes[0] == "layers.*: recompute, offload, of 2 modules"
+    assert report(model).notes[0] == "layers.*: recompute, offload, for 2 modules"
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), MEMORY_RULES["of the MLP"])
     assert isinstance(model.layers[0].feed_forward, OffloadedModule)  # the operator itself recomputes
     assert not isinstance(model.layers[0].feed_forward, CheckpointedModule)
-    assert report(model).notes[0] == "layers.*.feed_forward: offload, of 2 modules"
+    assert report(model).notes[0] == "layers.*.feed_forward: offload, for 2 modules"
 
 
 def _saved_bytes(plan: dict[str, Any], world_size: int) -> int:

@@ -204,5 +204,5 @@ def test_weight_of_two_precisions_raises(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     plan = {"output": {"style": "replicate", "precision": "float32"}, MLP: "column_row_mlp"}
     model = weft.parallelize(Llama(LlamaArgs(tie_head=True)), mesh, plan)
-    with pytest.raises(ValueError, match=r"rule of 'output' says precision, but it shares a weight with modules"):
+    with pytest.raises(ValueError, match=r"rule of 'output' says precision, but the module shares a weight"):
         apply_fsdp(model, mesh["data_parallel"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))

@@ -244,7 +244,7 @@ def test_unshardable_models_raise(world_size: int) -> None:
         sequence_parallel(Biased(), world_size, {"blocks.*.mlp": "column_row_mlp"})
     with pytest.raises(ValueError, match=r"'h.0.attn', a Gpt2Attention, is left unsharded"):
         sequence_parallel(Gpt2(), world_size, {"h.*.mlp": "column_row_mlp"})
-    with pytest.raises(ValueError, match="is no module of its own, inside a block"):
+    with pytest.raises(ValueError, match="is not a module inside a block that holds column"):
         sequence_parallel(EncoderClassifier(), world_size)
     with pytest.raises(ValueError, match="finds no repeated blocks with layers that the plan shards"):
         sequence_parallel(FeedForward(8, 16), world_size, {"": "column_row_mlp"})
@@ -265,11 +265,11 @@ def test_unshardable_models_raise(world_size: int) -> None:
         weft.parallelize(model, tensor_parallel(world_size), head_norm)
     model = Llama(LlamaArgs())
     model.norm = model.layers[1].ffn_norm
-    with pytest.raises(ValueError, match=r"'norm' is one module with a layer of the repeated blocks"):
+    with pytest.raises(ValueError, match=r"'norm' is also a layer of the repeated blocks"):
         sequence_parallel(model, world_size)
     model = Llama(LlamaArgs())
     model.whole = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), model.layers[0].ffn_norm)])
-    with pytest.raises(ValueError, match=r"'whole.0.1' is one module with a layer of the repeated blocks"):
+    with pytest.raises(ValueError, match=r"'whole.0.1' is also a layer of the repeated blocks"):
         sequence_parallel(model, world_size, {**ROWS, **ATTENTION})
     model = sequence_parallel(Llama(LlamaArgs()), world_size)
     with pytest.raises(ValueError, match="without sequence_parallel for export"):

@@ -96,7 +96,10 @@ def _shard_axes(grad: Tensor) -> tuple[_ShardAxis, ...]:
     found = []
     for axis_idx, placement in enumerate(grad.placements):
         if placement.is_partial():
-            raise ValueError("a gradient is a partial sum; redistribute it before its norm is taken.")
+            raise ValueError(
+                "clip_gradients_by_norm: a gradient is a partial DTensor, of which each rank has only an addend; "
+                "redistribute the gradient first."
+            )
         if not placement.is_replicate() and mesh.size(axis_idx) > 1:
             found.append((mesh, axis_idx))
     return tuple(found)

@@ -140,8 +140,8 @@ def _check_units(model: nn.Module, names: list[str], dtype_overrides: dict[str, 
     tied = next((name for name in dtype_overrides if name not in names), None)
     if tied is not None:
         raise ValueError(
-            f"apply_fsdp: the rule of '{tied}' says precision, but it shares a weight with modules outside of it, and "
-            "FSDP2 gathers a weight in one dtype; leave precision out of the rule."
+            f"apply_fsdp: the rule of '{tied}' says precision, but the module shares a weight with modules outside of "
+            "it, and FSDP2 gathers a weight in one dtype; leave precision out of the rule."
         )
     for name, module in model.named_modules():
         below = next((unit for unit in names if unit.startswith(f"{name}." if name else "") and unit != name), None)

@@ -146,7 +146,7 @@ def step_mlps_by_rows(
         if module.__dict__.get(_KEY) is not None:
             raise ValueError(
                 "optimizer_in_backward='rows': the weights of an MLP are stepped in its backward already; call "
-                "remove() on the StepInBackward that does."
+                "remove() on the StepInBackward that steps them."
             )
         layers = [
             child_of(module, name)

@@ -343,7 +343,7 @@ class Pipeline:
         def root_of(i: int, loss: Any) -> Tensor:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 raise TypeError(
-                    f"pipeline: the step returned a {type(loss).__name__} as loss; return one of one element."
+                    f"pipeline: the step returned a {type(loss).__name__} as loss; return a tensor of one element."
                 )
             weighted = loss * (weights[i] / total)
             # A loss of weight 0 may be NaN, such as a mean over no tokens.

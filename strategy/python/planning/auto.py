@@ -300,7 +300,7 @@ def _assign_embedding(
     if reason is None and rows < _MIN_ROWS_PER_RANK * result.tp_size:
         reason = f"{rows} rows are too few for {result.tp_size} ranks"
     if reason is None and not output_layers and not _is_only_called(module, evidence):
-        reason = f"no output layer of {rows} features, so code may use its weight in place of one"
+        reason = f"there is no output layer of {rows} features, so code may compute logits with its weight"
     if reason is None and num_holders[id(module.weight)] > len(holders):
         reason = "its weight is tied to a parameter of another name, which would need the same shards"
     for holder, other in holders.items():

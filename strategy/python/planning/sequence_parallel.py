@@ -83,8 +83,8 @@ def _check_not_shared(roles: dict[int, SequenceRole], model: nn.Module) -> None:
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) in roles and not f"{name}.".startswith(blocks):
             raise ValueError(
-                f"sequence_parallel=True: '{name}' is one module with a layer of the repeated blocks, which gets some "
-                "of the tokens there and all of them here; use two modules, or leave sequence parallelism out."
+                f"sequence_parallel=True: '{name}' is also a layer of the repeated blocks, where it gets a shard of "
+                "the tokens, but here it gets all tokens; use two modules, or leave sequence parallelism out."
             )
 
 
@@ -135,8 +135,8 @@ def _assign_block_roles(
         kinds = {a.style for name, a in styles.items() if parent_name(name) == container}
         if container == block or kinds.isdisjoint(COLUMN_STYLES) or kinds.isdisjoint(ROW_STYLES):
             raise ValueError(
-                f"sequence_parallel=True: '{container}' has layers that the plan shards, but is no module of its "
-                "own, inside a block, that holds column layers and their row layer; leave sequence parallelism out."
+                f"sequence_parallel=True: '{container}' has layers that the plan shards, but is not a module inside a "
+                "block that holds column layers and their row layer; leave sequence parallelism out."
             )
     for name in (*gathering, *fused):
         kind = "gathers" if name in gathering else "fused"

@@ -145,7 +145,7 @@ def why_heads_do_not_divide(module: nn.Module, projections: tuple[str, ...], tp_
     if num_heads is None:
         return None
     if num_heads == 0 or query % num_heads:
-        return f"its queries of {query} features are not {num_heads} heads"
+        return f"its {query} query features do not divide by its number of heads, {num_heads}"
     head_dim = query // num_heads
     for what, size in (("query", query), ("key", key)):
         if size % head_dim or (size // head_dim) % tp_size:

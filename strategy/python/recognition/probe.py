@@ -134,7 +134,7 @@ def why_not_split(container: nn.Module, mlp: MlpLayers) -> str | None:
                 for units in (slice(0, half), slice(half, hidden)):
                     partial, _ = _hidden_values(container, mlp, units, training)
                     if not _is_close(partial, full[..., units]):
-                        return "its hidden units are not computed one by one (is there a norm or F.dropout between?)"
+                        return "it does not compute each hidden unit from that unit alone (a norm or F.dropout?)"
         except _NotSplit as error:
             return str(error)
         except Exception as error:  # the user's forward may raise anything; the reason quotes it

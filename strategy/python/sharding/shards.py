@@ -36,7 +36,7 @@ def tensor_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
         return mesh[TENSOR_PARALLEL]
     raise ValueError(
         f"parallelize: the mesh has the axes {names or mesh.ndim} and none named '{TENSOR_PARALLEL}'; "
-        f"name one so, or pass a mesh of one axis."
+        "give one of the axes this name, or pass a mesh of one axis."
     )
 
 
