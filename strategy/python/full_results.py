@@ -132,9 +132,9 @@ class FullResults(TorchFunctionMode):
             return func(*args, **kwargs)
         if name in _READS:
             return self._on_full(func, args, kwargs)
-        tensors, changed = _tensors(args, kwargs), _changed(name, args, kwargs)
-        if len({_mesh(each) for each in tensors if not _mixes_as_number(each, changed)}) > 1:
-            return self._mix(func, args, kwargs, changed)
+        tensors, changed = _tensors(args, kwargs), _changed_tensors(name, args, kwargs)
+        if len({_mesh(each) for each in tensors if not _is_supported_number(each, changed)}) > 1:
+            return self._on_mixed(func, args, kwargs, changed)
         if changed is not None:
             return func(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -147,9 +147,9 @@ class FullResults(TorchFunctionMode):
             return self._on_full(func, args, kwargs)
         if all(each.dim() == 0 for each in tensors):
             return result
-        return tree_map_only(DTensor, self._usable, result)
+        return tree_map_only(DTensor, self._without_partial_placements, result)
 
-    def _mix(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], changed: Any) -> Any:
+    def _on_mixed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], changed: Any) -> Any:
         """Compute with plain tensors and DTensors, or with DTensors on several meshes."""
         name = getattr(func, "__name__", "")
         if name.startswith("_foreach_") and len(args[0]) > 1:
@@ -201,7 +201,7 @@ class FullResults(TorchFunctionMode):
             )
         return shard_like(self.full(other) if isinstance(other, DTensor) else other, changed)
 
-    def _usable(self, result: DTensor) -> Tensor:
+    def _without_partial_placements(self, result: DTensor) -> Tensor:
         """Return a result as later functions need it: a number in full, any other result without partial placements.
 
         In-place functions do not support partial DTensors; while gradients are recorded, results may stay partial.
@@ -217,11 +217,11 @@ def _is_partial(tensor: DTensor) -> bool:
     return any(placement.is_partial() for placement in tensor.placements)
 
 
-def _mixes_as_number(tensor: Tensor, changed: Any) -> bool:
+def _is_supported_number(tensor: Tensor, changed: Any) -> bool:
     """Return whether a tensor is a plain number that DTensor operations support.
 
-    A number whose gradient is recorded is supported only by functions that change tensors (`changed`, as `_changed`
-    returns it, is not None): from other functions, its gradient would be a DTensor.
+    A number whose gradient is recorded is supported only by functions that change tensors (`changed`, the result of
+    `_changed_tensors`, is not None): from other functions, its gradient would be a DTensor.
     """
     if isinstance(tensor, DTensor) or tensor.dim() > 0:
         return False
@@ -249,7 +249,7 @@ def _mesh(tensor: Tensor) -> DeviceMesh | None:
     return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
-def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _changed_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the tensor, or the list of them, that a function changes in place or by `out`; None: it changes none."""
     if kwargs.get("out") is not None:
         return kwargs["out"]

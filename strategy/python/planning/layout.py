@@ -88,15 +88,15 @@ class Sizes:
             ValueError: no sizes fit; the error suggests some that do.
         """
         fixed = math.prod(size for _, size in self._items() if size != AUTO)
-        rest = num_ranks // fixed if num_ranks % fixed == 0 else 1
+        remaining_ranks = num_ranks // fixed if num_ranks % fixed == 0 else 1
         sizes = dict(self._items())
         num_auto = sum(size == AUTO for size in sizes.values())
         for name in ("tensor_parallel", "data_parallel", "data_replicate"):
             if sizes[name] == AUTO:
                 is_last = num_auto == 1
-                on_host = math.gcd(rest, ranks_per_host) if name == "tensor_parallel" else rest
-                sizes[name] = rest if is_last else on_host
-                rest //= sizes[name]
+                on_host = math.gcd(remaining_ranks, ranks_per_host) if name == "tensor_parallel" else remaining_ranks
+                sizes[name] = remaining_ranks if is_last else on_host
+                remaining_ranks //= sizes[name]
                 num_auto -= 1
         result = MeshSizes(**sizes)
         hidden = ("pipeline_parallel", "data_replicate")

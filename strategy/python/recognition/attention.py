@@ -107,8 +107,8 @@ def _why_not_by_heads(module: nn.Module, projections: tuple[str, str, str, str],
     if reason is not None:
         return reason
     norms = [child_of(module, norm) for norm in _head_norms(module, projections)]
-    own = {id(p) for layer in (*layers, *norms) for p in layer.parameters()}
-    extra = [name for name, parameter in module.named_parameters() if id(parameter) not in own]
+    known_ids = {id(p) for layer in (*layers, *norms) for p in layer.parameters()}
+    extra = [name for name, parameter in module.named_parameters() if id(parameter) not in known_ids]
     if extra:
         return f"it has more parameters than its projections: {', '.join(extra)}"
     reason = why_heads_do_not_divide(module, projections, tp_size)

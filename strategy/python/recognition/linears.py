@@ -95,8 +95,8 @@ def shard_dims(module: nn.Module, style: str) -> dict[str, int]:
     if style in ROW_STYLES:
         return {"weight": 0 if transposed else 1}
     if style == "gather_weights":
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        return {name: longest_dim(p) for name, p in own.items() if is_worth_gathering(p)}
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        return {name: longest_dim(p) for name, p in parameters.items() if is_worth_gathering(p)}
     return {"weight": 0} if style == "vocab_embedding" else {}
 
 

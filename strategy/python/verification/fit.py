@@ -38,8 +38,8 @@ def check_fit(result: Assignments, model: nn.Module, evidence: Evidence) -> None
     layers_with_rules = {id(modules[name]) for name in styles if name in modules}
     uncalled = [name for name in styles if name in modules and not evidence.is_called(modules[name])]
     if uncalled:
-        shown = _listed(tuple(uncalled[:4])) + (f" and {len(uncalled) - 4} more" if len(uncalled) > 4 else "")
-        _report(
+        shown = _quoted(tuple(uncalled[:4])) + (f" and {len(uncalled) - 4} more" if len(uncalled) > 4 else "")
+        _remark_or_raise(
             f"the column and row rules for {shown} are not compared with the unsharded code ('{uncalled[0]}': "
             f"{evidence.why_unknown(uncalled[0])}); give the module that calls them a forward, and an example if weft "
             "cannot find its arguments.",
@@ -69,13 +69,13 @@ def _check_pair(decision: Decision, result: Assignments, evidence: Evidence) -> 
     if verdict.is_accepted or not (verdict.is_compared or evidence.mode == "always"):
         return
     text = (
-        f"the rules for {_listed(decision.sources)} and '{decision.sink}' change what "
+        f"the rules for {_quoted(decision.sources)} and '{decision.sink}' change what "
         f"{display_name(decision.container)} computes: {verdict.reason}; {remedy}."
     )
-    _report(text, result, evidence)
+    _remark_or_raise(text, result, evidence)
 
 
-def _report(text: str, result: Assignments, evidence: Evidence) -> None:
+def _remark_or_raise(text: str, result: Assignments, evidence: Evidence) -> None:
     """Add a sentence to the remarks; with verify="always", raise it as a ValueError."""
     if evidence.mode == "always":
         raise ValueError(f"parallelize: {text}")
@@ -182,5 +182,5 @@ def _gives_shards(result: Assignments, name: str) -> bool:
     return _style(result, name) in ("column", "replicate_sum_gradients")
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _quoted(names: tuple[str, ...]) -> str:
     return ", ".join(f"'{name}'" for name in names)

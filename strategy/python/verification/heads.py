@@ -88,7 +88,7 @@ def verdict_on(
         return Verdict(False, reason=reason, is_compared=False)
     rejections: list[Verdict] = []
     for counts in candidates:
-        verdict = _try(container, group, calls, num_ranks, counts, ranks)
+        verdict = _compare_candidate(container, group, calls, num_ranks, counts, ranks)
         if verdict.is_accepted:
             return verdict
         rejections.append(verdict)
@@ -98,7 +98,7 @@ def verdict_on(
     if (
         in_eval
         and len(in_eval) < len(calls)
-        and _try(container, group, in_eval, num_ranks, rejection.counts, ranks).is_accepted
+        and _compare_candidate(container, group, in_eval, num_ranks, rejection.counts, ranks).is_accepted
     ):
         if not _draws_random_numbers(container, calls):
             return dataclasses.replace(rejection, reason=f"{rejection.reason} in train mode")
@@ -127,7 +127,7 @@ class _Differs(Exception):
         self.reason, self.difference = reason, difference
 
 
-def _try(
+def _compare_candidate(
     container: nn.Module,
     group: Group,
     calls: Sequence[Call],

@@ -103,7 +103,7 @@ def _rehearse_modules(result: Rehearsal, module: nn.Module, name: str, example: 
     layers = Layers.of(module)
     if not (layers.linears or layers.others) or id(module) in (*layers.linears, *layers.others):
         return  # no layers inside, or itself a layer, whose output is drawn at random: there is no other code
-    reason = _try(result, module, example)
+    reason = _run_in_both_modes(result, module, example)
     if reason is None:
         result.covered.update(map(id, module.modules()))
         return
@@ -117,7 +117,7 @@ def _rehearse_modules(result: Rehearsal, module: nn.Module, name: str, example: 
             )
 
 
-def _try(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | None:
+def _run_in_both_modes(result: Rehearsal, module: nn.Module, example: Sample | None) -> str | None:
     """Run a module in both modes. Returns None on success, the reason on failure, "" if there is no sample."""
     pairs: Iterable[tuple[Sample, Sample]] = samples_for(module) if example is None else ((example, example),)
     reason = ""
