@@ -286,7 +286,7 @@ class StageCost:
 
 @final
 class Span:
-    """One computation of a simulated or recorded run."""
+    """One computation of a simulated run, in the unit of the stage costs, or of a recorded run, in seconds."""
 
     def __init__(self, action: Action, start: float, end: float) -> None: ...
     @property
@@ -357,9 +357,13 @@ class Schedule:
         """The rank of each stage."""
 
     @property
-    def has_communication(self) -> bool: ...
+    def has_communication(self) -> bool:
+        """Whether the schedule has sends and receives."""
+
     @property
-    def has_backward(self) -> bool: ...
+    def has_backward(self) -> bool:
+        """Whether the schedule has backwards, full or split."""
+
     def check(self, channel_capacity: int = 0) -> None:
         """Raise ValueError unless the schedule is complete and cannot deadlock; most errors name an action.
 

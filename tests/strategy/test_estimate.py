@@ -159,7 +159,7 @@ def test_row_steps_need_no_full_gradient(tmp_path: Path, device: str, rows: int)
         ),
         (
             {"model": {"feed_forward": {"dim": 4, "hidden_dim": 4}}, "layout": "pp2", "pipeline_cuts": ["w2"]},
-            "'feed_forward' is one MLP, which cannot be cut",
+            "'feed_forward' is one MLP, which cannot be divided",
         ),
         (
             {"model": TINY_GPT2, "layout": "pp2", "pipeline_cuts": ["transformer.x"]},

@@ -17,6 +17,9 @@ from weft.strategy.sharding.state import state_of
 class Row:
     """One parameter under one of its names.
 
+    parameter: the full name.
+    style: the style of its module, or "plain" or "dtensor" (see `report`).
+    note: details of the style, or the name of the parameter that it is tied to.
     rule: the pattern of the plan that gave its module a style (several with commas), "auto", or "" without a rule.
     axes: (mesh axis, dim) for each axis of more than one rank over which it is sharded.
     local_shape, num_bytes: of this rank's shard.

@@ -90,7 +90,7 @@ class Changing(nn.Module):
 
 CHANGES = {
     "longer": r"stage 0 sends \(2, 2\) torch.float32 where \(1, 2\) torch.float32 was recorded; let shapes follow from",
-    "thawed": r"of shape \(1, 2\) that leaves stage 0 needs a gradient, and did not when it was recorded; freeze and",
+    "thawed": r"of shape \(1, 2\) that leaves stage 0 requires a gradient, and did not when it was recorded; freeze",
 }
 
 

@@ -273,5 +273,5 @@ def test_invalid_arguments_raise(world_size: int) -> None:
         pipeline.step(torch.ones(4, 4), lambda x: model(x).sum(), weight=lambda _: 0)
     with pytest.raises(RuntimeError, match="was called outside of a pipeline's step"):
         model(torch.ones(4, 4))
-    with torch.no_grad(), pytest.raises(RuntimeError, match="use evaluate under no_grad"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="use evaluate, or enable them"):
         pipeline.step(torch.ones(4, 4), lambda x: model(x).sum())
