@@ -47,7 +47,7 @@ _FROM_STRATEGY = frozenset({"Plan", "export_local", "parallelize"})
 
 
 def _load() -> None:
-    """Load the operators, register the backend, and start memory tracking if the environment asks for it."""
+    """Load the operators, register the backend, and apply the variables WEFT_MEMORY, WEFT_OVERLAP(_TABLE)."""
     from weft._library import load_library
 
     load_library()
@@ -56,7 +56,7 @@ def _load() -> None:
     from weft import collectives, memory, overlap
 
     collectives.register()
-    memory.counter.track_if_asked()
+    memory.counter.track_if_requested()
     overlap.apply_environment()
     globals().update({name: getattr(collectives, name) for name in __all__ if name.endswith("Error")})
 

@@ -1,4 +1,4 @@
-"""Finds and opens the C++ operators, after checking that they were built for the installed torch.
+"""Finds and loads the C++ operators, after checking that they were built for the installed torch.
 
 A library built for another torch could fail later with an undefined symbol, or misbehave without an error.
 """
@@ -39,7 +39,7 @@ def check_build(build: dict[str, object], torch_version: str, torch_cuda: str | 
 
 
 def load_library() -> None:
-    """Open libweft_ops.so, and libweft_ops_cuda.so if it was built for this torch's CUDA.
+    """Load libweft_ops.so, and libweft_ops_cuda.so if it was built for this torch's CUDA.
 
     Raises:
         ImportError: weft is not built, weft was built for another torch release, or torch has no distributed support.

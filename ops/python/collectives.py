@@ -49,8 +49,8 @@ class CollectiveTimeoutError(CollectiveError):
 class GroupAbortedError(CollectiveError):
     """A rank has aborted the group or used it after destroying it, or an operation has failed on a rank.
 
-    Also raised if a rank destroys the group before an operation is done, or if a rank cannot create the group: open the
-    shared memory, read the store or create the transport.
+    Also raised if a rank destroys the group before an operation is done, or if a rank cannot create the group because
+    it cannot open the shared memory, read the store or create the transport.
     """
 
 
@@ -63,11 +63,11 @@ class BackendOptions:
     """The options of this backend: the `pg_options` of `init_process_group` and `new_group`.
 
     Attributes:
-        staging_limit_bytes: the most bytes, per host, of the staging buffers and message rings of all ranks of the
-            group together, unless their minimum sizes need more. Must be equal on all ranks of a host.
-        transport: a function that makes the backend, over the ranks of the group, whose `send` and `recv` carry bytes
-            between hosts. Called as `transport(store, rank, size, timeout)` on every rank of a multi-host group, and
-            not called on a single host. Default: gloo.
+        staging_limit_bytes: the limit, in bytes per host, for the staging buffers and message rings of all ranks of
+            the group together; exceeded only if their minimum sizes need more. Must be equal on all ranks of a host.
+        transport: a function that creates a backend over the ranks of the group; the `send` and `recv` of this backend
+            transfer bytes between hosts. Called as `transport(store, rank, size, timeout)` on every rank of a
+            multi-host group, and not called on a single host. Default: gloo.
     """
 
     staging_limit_bytes: int = 16 * 1024 * 1024
@@ -81,7 +81,7 @@ class BackendOptions:
         if not callable(self.transport):
             raise TypeError(
                 f"BackendOptions got transport={self.transport!r}; pass a function (store, rank, size, timeout) that "
-                "makes a backend."
+                "creates a backend."
             )
 
 
@@ -103,8 +103,8 @@ def _create(group: dist.distributed_c10d._DistributedBackendOptions, pg_options:
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed; once per process."""
+    """Register the backend with torch.distributed; call it once per process."""
     _collectives.set_error_classes(CollectiveMismatchError, PeerLostError, CollectiveTimeoutError, GroupAbortedError)
     dist.Backend.register_backend("weft", _create, extended_api=True, devices=["cpu"])
-    # A process that exits with live groups tells its peers, so that they need not detect it.
+    # A process that exits with live groups notifies its peers, which then need not detect the exit.
     atexit.register(_collectives.leave_all_groups)

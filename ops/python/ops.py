@@ -2,15 +2,16 @@
 
 Weights are this rank's shards in nn.Linear's layout `[out, in]`, those of embeddings `[rows, dim]`; norms have
 replicated weights. `group_name` is c10d's name of a process group (`mesh.get_group("tensor_parallel").group_name`); ""
-names a group of one.
+is the name of a group of one.
+
 The tensors of a call have one device and one dtype: float32, float64, bfloat16 or float16. Exceptions: ids and targets
 are integers, norms also accept float32 parameters with a half-precision x, the seed of `dropout` is an int64 on the
-CPU, and `copy_to_group` and all operators below it support every dtype of the group's backend.
+CPU, and `copy_to_group` and the operators after it support every dtype of the group's backend.
 
 Under torch.autocast, operators with matrix products cast their tensors as nn.Linear does, `add_rms_norm` and
 `add_layer_norm` promote x and residual to a common dtype, and other operators do not cast. Invalid arguments raise
 ValueError, TypeError or IndexError before any communication. Only `dropout`, `reduce_from_group` and `join` support
-second derivatives. "Saves" lists the tensors that are saved for the backward, besides weights.
+second derivatives. "Saves" lists the tensors, besides weights, that the forward saves for the backward.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ def column_row_mlp(
     sequence_dim: int | None = None,
     sequence_size: int | None = None,
 ) -> Tensor:
-    """act(x w1ᵀ + b1) [* (x w3ᵀ + b3)] w2ᵀ, summed over the group, + b2.
+    """Return act(x w1ᵀ + b1) [* (x w3ᵀ + b3)] w2ᵀ, summed over the group, + b2.
 
-    Shapes: x `[..., d]`, w1 and w3 `[f, d]`, b1 and b3 `[f]`, w2 `[o, f]`, b2 `[o]` (replicated on every
-    rank, added once) -> `[..., o]`, with f the size of this rank's shard of the hidden dim, uneven or 0.
-    One all-reduce forward, one backward (none if x requires no gradient). Saves x, x w1ᵀ + b1 and x w3ᵀ + b3; with
+    Shapes: x `[..., d]`, w1 and w3 `[f, d]`, b1 and b3 `[f]`, w2 `[o, f]`, b2 `[o]` (replicated on every rank, added
+    once) -> `[..., o]`. f is the size of this rank's shard of the hidden dim; ranks may have different f, also 0. One
+    all-reduce forward, one backward (none if x requires no gradient). Saves x, x w1ᵀ + b1 and x w3ᵀ + b3; with
     `recompute` only x.
 
     Sequence parallelism: with `sequence_dim`, any dim but the last, x and the result are sharded by torch.chunk along
@@ -68,16 +69,18 @@ def column_row_mlp(
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group_name: str) -> Tensor:
-    """x weightᵀ + bias with the rows of weight sharded: `[..., d]` -> `[..., f]`.
+    """Return x weightᵀ + bias with the rows of weight sharded: `[..., d]` -> `[..., f]`.
 
+    weight `[f, d]` and bias `[f]` are this rank's shards; x is equal on all ranks.
     One all-reduce of x's gradient backward, none forward.
     """
     return torch.ops.weft.column_linear(x, weight, bias, group_name=group_name)
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group_name: str) -> Tensor:
-    """x weightᵀ summed over the group + bias: `[..., f]` -> `[..., o]`; bias replicated on every rank.
+    """Return x weightᵀ summed over the group, + bias, with the columns of weight sharded: `[..., f]` -> `[..., o]`.
 
+    x and weight `[o, f]` are this rank's shards; bias `[o]` is replicated on every rank and added once.
     One all-reduce forward, none backward.
     """
     return torch.ops.weft.row_linear(x, weight, bias, group_name=group_name)
@@ -92,12 +95,12 @@ def all_gather_linear(
     group_name: str,
     dim_size: int | None = None,
 ) -> Tensor:
-    """gather(x) weightᵀ + bias with x sharded along `gather_dim`: `[..., s, ..., d]` -> `[..., S, ..., f]`.
+    """Return gather(x) weightᵀ + bias, with x sharded along `gather_dim`: `[..., s, ..., d]` -> `[..., S, ..., f]`.
 
     x is this rank's torch.chunk shard along `gather_dim`, any dim but the last, whose unsharded size is `dim_size`;
     without `dim_size` all shards must have equal sizes. weight `[f, d]`, bias `[f]`. Saves only the shard of x. One
-    all-gather forward; one all-gather of x and one reduce-scatter of x's gradient backward. A call in chunks takes as
-    many collectives for every chunk: see `weft.overlap`.
+    all-gather forward; one all-gather of x and one reduce-scatter of x's gradient backward. A chunked call runs these
+    collectives once per chunk: see `weft.overlap`.
     """
     return torch.ops.weft.all_gather_linear(
         x, weight, bias, gather_dim=gather_dim, group_name=group_name, dim_size=dim_size
@@ -107,11 +110,11 @@ def all_gather_linear(
 def linear_reduce_scatter(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scatter_dim: int, group_name: str
 ) -> Tensor:
-    """This rank's shard along `scatter_dim` of x weightᵀ summed over the group, + bias.
+    """Return this rank's shard along `scatter_dim` of x weightᵀ summed over the group, + bias.
 
     Shapes: x `[..., S, ..., f]`, weight `[o, f]`, bias `[o]` (replicated on every rank, added once) ->
     `[..., s, ..., o]`, with s the size of this rank's torch.chunk shard of S; `scatter_dim` is any dim but the last.
-    One reduce-scatter forward, one all-gather backward; a call in chunks takes one for every chunk: see `weft.overlap`.
+    One reduce-scatter forward, one all-gather backward; a chunked call runs one per chunk: see `weft.overlap`.
     """
     return torch.ops.weft.linear_reduce_scatter(x, weight, bias, scatter_dim=scatter_dim, group_name=group_name)
 
@@ -119,13 +122,13 @@ def linear_reduce_scatter(
 def sharded_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group_name: str, out_features: int | None = None
 ) -> Tensor:
-    """x weightᵀ + bias with a weight sharded over the group and a different x on each rank: `[..., d]` -> `[..., out]`.
+    """Return x weightᵀ + bias with a sharded weight and a different x on each rank: `[..., d]` -> `[..., out]`.
 
     weight `[n, d]` and bias `[n]` are this rank's torch.chunk shards of `out_features` rows; without `out_features` all
     shards must have equal sizes. Each shard of the weight is broadcast, multiplied and freed in turn: a rank holds at
-    most two shards of other ranks. Gradients of weight and bias are summed over the group. One broadcast of each shard
-    forward; one broadcast of each shard, for x's gradient, and one reduce of each shard's gradient backward. The bias
-    adds one all-gather forward and one reduce-scatter backward.
+    most two shards of other ranks. Gradients of weight and bias are summed over the group. Forward: one broadcast of
+    each shard. Backward: one broadcast of each shard, for x's gradient, and one reduce of each shard's gradient. The
+    bias adds one all-gather forward and one reduce-scatter backward.
     """
     return torch.ops.weft.sharded_linear(x, weight, bias, group_name=group_name, out_features=out_features)
 
@@ -133,10 +136,10 @@ def sharded_linear(
 def vocab_parallel_embedding(
     input: Tensor, weight: Tensor, vocab_start: int, *, group_name: str, vocab_size: int | None = None
 ) -> Tensor:
-    """Rows of a table whose rows are sharded: ids `[...]` (int64, int32; global) -> `[..., d]`.
+    """Return rows of a row-sharded table: ids `[...]` (int64 or int32, in the full vocabulary) -> `[..., d]`.
 
-    weight `[v, d]` holds the rows from vocab_start on. One all-reduce forward. With `vocab_size`, CPU ids outside
-    `[0, vocab_size)` raise IndexError; without it, and on CUDA, they give zeros.
+    weight `[v, d]` holds this rank's rows, from vocab_start on. One all-reduce forward. With `vocab_size`, CPU ids
+    outside `[0, vocab_size)` raise IndexError; without `vocab_size`, and on CUDA, these ids give zeros.
     """
     return torch.ops.weft.vocab_parallel_embedding(
         input, weight, vocab_start, group_name=group_name, vocab_size=vocab_size
@@ -154,9 +157,9 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """F.cross_entropy with classes sharded over the group: logits `[..., v]` of the classes from vocab_start on.
+    """Return F.cross_entropy of class-sharded logits: `[..., v]` on this rank, of the classes from vocab_start on.
 
-    target `[...]` (int64, int32; global) -> a loss, `[]` or `[...]`, in float32 (float64 for float64 logits).
+    target `[...]` (int64 or int32, among all classes) -> `[]` or `[...]`, in float32 (float64 for float64 logits).
     `vocab_size` is the number of classes of all ranks together; without it all ranks must have equally many classes.
     With `vocab_size`, CPU targets outside `[0, vocab_size)` other than `ignore_index` raise IndexError. One all-gather
     of four numbers per token forward, none backward. Saves the logits and two numbers per token; the only other tensor
@@ -186,11 +189,11 @@ def vocab_parallel_linear_cross_entropy(
     label_smoothing: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """vocab_parallel_cross_entropy of the logits x weightᵀ, which exist for one chunk of tokens at a time.
+    """Return vocab_parallel_cross_entropy of the logits x weightᵀ, computed for one chunk of tokens at a time.
 
-    x `[..., d]`, weight `[v, d]`, this rank's rows of the output matrix. One all-gather of four numbers per token
-    forward, one all-reduce of x's gradient backward. The backward recomputes the logits. Saves x and two numbers per
-    token.
+    x `[..., d]` is equal on all ranks; weight `[v, d]` holds this rank's rows of the output matrix. One all-gather of
+    four numbers per token forward, one all-reduce of x's gradient backward. The backward recomputes the logits. Saves x
+    and two numbers per token.
     """
     return torch.ops.weft.vocab_parallel_linear_cross_entropy(
         x,
@@ -206,10 +209,10 @@ def vocab_parallel_linear_cross_entropy(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, *, group_name: str, eps: float = 1e-6) -> Tensor:
-    """The RMS norm of x over its last dim, times weight: `[..., d]` -> `[..., d]`; weight `[d]`.
+    """Return the RMS norm of x over its last dim, times weight: `[..., d]` -> `[..., d]`; weight `[d]`.
 
     `group_name` is the group over which the tokens of x are sharded: weight is replicated on every rank, and its
-    gradient is summed over the group in one all-reduce backward. "" if every rank has all tokens: then there is no
+    gradient is summed over the group in one all-reduce backward. Pass "" if every rank has all tokens: there is then no
     communication. A half-precision x is computed in float32; its weight has x's dtype or float32. Saves x and one
     number per token.
     """
@@ -219,7 +222,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, group_name: str, eps: f
 def layer_norm(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, group_name: str, eps: float = 1e-5
 ) -> Tensor:
-    """The layer norm of x over its last dim, times weight, plus bias; otherwise like `rms_norm`.
+    """Return the layer norm of x over its last dim, times weight, plus bias; otherwise like `rms_norm`.
 
     The gradients of weight and bias are summed together, in one all-reduce. Saves x and two numbers per token.
     """
@@ -229,7 +232,7 @@ def layer_norm(
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, *, group_name: str, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual) in one pass over memory: a residual add fused with the norm that follows.
+    """Return (rms_norm(x + residual), x + residual), computed in one pass over memory.
 
     Saves the sum instead of x, in the dtype of x and residual. Under autocast both are promoted to a common dtype.
     """
@@ -245,44 +248,45 @@ def add_layer_norm(
     group_name: str,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + residual), x + residual); like `add_rms_norm`."""
+    """Return (layer_norm(x + residual), x + residual); like `add_rms_norm`."""
     return torch.ops.weft.add_layer_norm(x, residual, weight, bias, group_name=group_name, eps=eps)
 
 
 def dropout(
     x: Tensor, seed: Tensor, *, p: float, group_name: str, dim: int | None = None, dim_size: int | None = None
 ) -> Tensor:
-    """x / (1 - p), or 0 with probability p, as nn.Dropout; the mask depends only on the seed and the element's index.
+    """Return x / (1 - p), or 0 with probability p, as nn.Dropout.
 
-    Without `dim` x is replicated on every rank. With `dim` x is this rank's shard along `dim`, whose unsharded size is
-    `dim_size`; without `dim_size` all shards must have equal sizes. The ranks must pass the same seed, one int64 on the
-    CPU; they then drop the elements that an unsharded call drops, on any device. If the call is traced with an x on a
-    GPU, the seed must have no dims. The backward recomputes the mask; there is no communication.
+    The mask depends only on the seed and the element's index in the unsharded tensor. Without `dim`, x is replicated on
+    every rank. With `dim`, x is this rank's shard along `dim`, whose unsharded size is `dim_size`; without `dim_size`
+    all shards must have equal sizes. The ranks must pass the same seed, one int64 on the CPU; they then drop the
+    elements that an unsharded call drops, on any device. Under tracing with x on a GPU, the seed must have no dims. The
+    backward recomputes the mask; there is no communication.
     """
     return torch.ops.weft.dropout(x, seed, p=p, group_name=group_name, dim=dim, dim_size=dim_size)
 
 
 def copy_to_group(x: Tensor, group_name: str) -> Tensor:
-    """Identity forward, all-reduce of the gradient backward: for a replicated tensor that sharded layers use."""
+    """Return x; the backward all-reduces the gradient: for a replicated tensor that sharded layers use."""
     return torch.ops.weft.copy_to_group(x, group_name)
 
 
 def reduce_from_group(x: Tensor, group_name: str) -> Tensor:
-    """All-reduce (sum) forward, identity backward: turns partial results into full ones."""
+    """Return x summed over the group, by all-reduce; the backward passes the gradient on unchanged."""
     return torch.ops.weft.reduce_from_group(x, group_name)
 
 
 def scatter_to_group(x: Tensor, dim: int, group_name: str) -> Tensor:
-    """This rank's shard of x along `dim`; the backward all-gathers the gradient.
+    """Return this rank's shard of x along `dim`; the backward all-gathers the gradient.
 
-    Shards of this and of the next operators are those of torch.chunk: `ceil(size / ranks)` long, later ones shorter or
-    empty.
+    In this and the following operators, shards are those of torch.chunk: `ceil(size / ranks)` long, later ones shorter
+    or empty.
     """
     return torch.ops.weft.scatter_to_group(x, dim, group_name)
 
 
 def gather_from_group(x: Tensor, dim: int, group_name: str, *, dim_size: int | None = None) -> Tensor:
-    """The unsharded tensor, of which x is this rank's shard along `dim`; the backward takes a shard of the gradient.
+    """Return the unsharded tensor of which x is this rank's shard; the backward returns a shard of the gradient.
 
     For a result that all ranks use alike: its gradient must be equal on all ranks. `dim_size` is the size of the
     unsharded `dim`; without `dim_size` all shards must have equal sizes.
@@ -291,21 +295,21 @@ def gather_from_group(x: Tensor, dim: int, group_name: str, *, dim_size: int | N
 
 
 def gather_from_sequence(x: Tensor, dim: int, group_name: str, *, dim_size: int | None = None) -> Tensor:
-    """The unsharded tensor, of which x is this rank's shard along `dim`; the backward reduce-scatters the gradients.
+    """Return the unsharded tensor of which x is this rank's shard; the backward reduce-scatters the gradients.
 
     For a result that each rank uses differently, as before a column linear layer in sequence parallelism.
-    `dim_size` as in `gather_from_group`.
+    `dim` and `dim_size` are those of `gather_from_group`.
     """
     return torch.ops.weft.gather_from_sequence(x, dim, group_name, dim_size=dim_size)
 
 
 def reduce_scatter_to_sequence(x: Tensor, dim: int, group_name: str) -> Tensor:
-    """This rank's shard along `dim` of x summed over the group; the backward all-gathers the gradient."""
+    """Return this rank's shard along `dim` of x summed over the group; the backward all-gathers the gradient."""
     return torch.ops.weft.reduce_scatter_to_sequence(x, dim, group_name)
 
 
 def all_to_all(x: Tensor, split_dim: int, cat_dim: int, group_name: str, *, cat_size: int | None = None) -> Tensor:
-    """Change the sharded dim: x is full along `split_dim` and sharded along `cat_dim`, the result the other way round.
+    """Return x, full along `split_dim` and sharded along `cat_dim`, as full along `cat_dim`, sharded along `split_dim`.
 
     Shard r of x along `split_dim` goes to rank r. `cat_size` is the size of the unsharded `cat_dim`; without `cat_size`
     all shards must have equal sizes. The backward is the all-to-all in the opposite direction.
@@ -314,7 +318,7 @@ def all_to_all(x: Tensor, split_dim: int, cat_dim: int, group_name: str, *, cat_
 
 
 def pipeline_send(tensors: list[Tensor], peer: int, channel: int, group_name: str) -> Tensor:
-    """Send tensors to rank `peer` of the group on a channel, 0 to 1022; returns a token, of shape `[0]`.
+    """Send tensors to rank `peer` of the group on a channel, 0 to 1022; return a token, of shape `[0]`.
 
     The tensors may have any dtypes and shapes. Several messages may be in flight. The n-th send on a channel matches
     the peer's n-th `pipeline_recv` on this channel. Do not change the tensors until `pipeline_wait(token)` returns or
@@ -329,7 +333,7 @@ def pipeline_send(tensors: list[Tensor], peer: int, channel: int, group_name: st
 
 
 def pipeline_recv(like: list[Tensor], peer: int, channel: int, group_name: str) -> Tensor:
-    """Post the receive of the next message from rank `peer` on a channel; returns the token for `pipeline_wait`.
+    """Post the receive of the next message from rank `peer` on a channel; return the token for `pipeline_wait`.
 
     `like` gives the shapes, dtypes, devices and requires_grad of the message's tensors. Its values are not read:
     `torch.empty((), requires_grad=True).expand(shape)` suffices.

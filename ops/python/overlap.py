@@ -3,11 +3,12 @@
     WEFT_OVERLAP=auto|always|never python train.py       # or weft.overlap.set_mode(...)
 
 `auto`, the default, measures. The first 34 calls of an operator on a kind of shape (see `Choice`) form 17 pairs of one
-chunked and one unchunked call, in random order; the first pair is a warm-up. If there are then too few samples for a
-size of a rank's weight, the measurement continues, up to 514 calls. The ranks then choose chunks if, on every rank,
-chunked calls take at most 95 % of the time of unchunked calls. The choice, and with it the last digits of a result, may
-differ from run to run. `torch.use_deterministic_algorithms(True)` disables the measurement: calls are unchunked unless
-a loaded table chooses chunks. A saved table makes the measurement unnecessary:
+chunked and one unchunked call, in random order; the first pair is a warm-up. The measurement continues, up to 514
+calls, while a rank has fewer than four samples of chunked or of unchunked calls for one of the sizes of its weights.
+The ranks then choose chunks if, on every rank and for every size with four samples, the median time of chunked calls is
+at most 95 % of that of unchunked calls. The choice, and with it the rounding of a result, may differ from run to run.
+`torch.use_deterministic_algorithms(True)` disables the measurement: calls are then unchunked unless a loaded table
+chooses chunks. A saved table makes the measurement unnecessary:
 
     weft.overlap.save("overlap.json")                    # at the end of a run, on one rank
     WEFT_OVERLAP_TABLE=overlap.json python train.py      # on all ranks, or weft.overlap.load(...)
@@ -44,9 +45,9 @@ class Choice:
         num_rows: rows of the unsharded sequence, rounded up to a power of two.
         row_bytes: bytes of one row of the widest tensor that is communicated (the input of an all-gather, the output of
             a reduce-scatter), rounded up to a power of two.
-        in_pieces: the choice: whether the sequence is chunked.
-        ratio: chunked time over unchunked time, the largest over all ranks and all sizes of their weights; 0: there was
-            no measurement, or no weight size occurred often enough.
+        in_pieces: whether the choice is chunked communication.
+        ratio: median time of chunked calls over that of unchunked calls, the largest over all ranks and all sizes of
+            their weights; 0: there was no measurement, or no weight size occurred often enough.
     """
 
     op: str
@@ -68,10 +69,10 @@ def set_mode(mode: Mode) -> None:
     """Set the mode, which must be the same on all ranks.
 
     Args:
-        mode: "auto"; "always": chunked if the largest shard has two or more rows; "never": unchunked.
+        mode: "auto"; "always": chunked if the largest rank's shard has two or more rows; "never": unchunked.
 
     Raises:
-        ValueError: `mode` is none of these.
+        ValueError: `mode` is not one of these modes.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"weft: got the overlap mode {mode!r}; pass auto, always or never.")
@@ -79,9 +80,9 @@ def set_mode(mode: Mode) -> None:
 
 
 def table() -> list[Choice]:
-    """Return the loaded choices and the choices measured on this rank's groups.
+    """Return the loaded choices and the choices measured on this rank's groups, one for each kind of shape.
 
-    If several groups measured the same kind of shape, the choice with the largest ratio is returned.
+    A loaded choice takes precedence; among the choices of several groups, the one with the largest ratio is returned.
     """
     return [Choice(**entry) for entry in _overlap.table()]
 
@@ -101,7 +102,8 @@ def load(path: str | os.PathLike[str]) -> None:
     """Load the choices that `save` has written, and discard measured ones. All ranks must load the same choices.
 
     Raises:
-        ValueError: the file holds no table of choices.
+        OSError: the file cannot be read.
+        ValueError: the file is not a table of choices.
     """
     _overlap.set_table([asdict(choice) for choice in _read(Path(path))])
 
@@ -169,10 +171,10 @@ def apply_environment() -> None:
     """Apply WEFT_OVERLAP and WEFT_OVERLAP_TABLE.
 
     Raises:
-        ValueError: WEFT_OVERLAP is no mode, or WEFT_OVERLAP_TABLE names a file that is no table.
+        ValueError: WEFT_OVERLAP is not a mode, or the file of WEFT_OVERLAP_TABLE is not a table.
         OSError: the file cannot be read.
     """
-    _overlap.mode()
+    _overlap.mode()  # reads and checks WEFT_OVERLAP
     if path := os.environ.get("WEFT_OVERLAP_TABLE"):
         try:
             load(path)

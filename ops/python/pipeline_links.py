@@ -1,9 +1,9 @@
-"""Links for messages of `weft.ops.pipeline_send` and `pipeline_recv` from device to device.
+"""Links, over which messages of `weft.ops.pipeline_send` and `pipeline_recv` go directly between devices.
 
 Without a link the tensors of a message are copied through host memory on both ranks. A link consists of two backends
 between two ranks of a group, one per direction (NCCL on CUDA). A send and its receive wait for each other on the
-device; the host does not wait. Each message is announced over the group's backend for CPU tensors, with its shapes and
-dtypes only if they are new.
+device; the host does not wait. Each message is announced over the group's backend for CPU tensors. An announcement
+contains the shapes and dtypes of the message's tensors only if no earlier announcement of the link contained them.
 
 A send is in flight until the peer waits for this message or for a later one. While a send is in flight, a device
 synchronisation on both ranks (`torch.cuda.synchronize`, an allocator that must free memory first,
@@ -42,39 +42,40 @@ def link(
     transport: Transport | None = None,
     timeout: timedelta = timedelta(minutes=10),
 ) -> None:
-    """Let messages with these peers go from device to device if all their tensors are on `device`.
+    """Link this rank to peers: messages between them whose tensors are all on `device` go directly between devices.
 
-    Both ranks of a pair call `link` before their first message, each with the other rank in `peers` and with the device
-    of its own tensors; the call blocks until both have called. Messages with tensors on other devices still go through
+    Both ranks of a pair call `link` before their first message, each with its peer in `peers` and with the device of
+    its own tensors; a call blocks until both ranks have called. Messages with tensors on other devices still go through
     host memory. Peers stay linked until `unlink`. If groups have ranks in common, all ranks must link these groups in
     the same order.
 
     Args:
         group: a group with a backend for CPU tensors, such as "cpu:weft,cuda:nccl".
         peers: ranks of the group.
-        device: with its index, as in "cuda:0"; the CPU has none.
+        device: a device with an index, such as "cuda:0", or the CPU.
         transport: a function that makes the backend of one direction between the two ranks; called as
             `transport(store, rank, 2, timeout)`. Default: NCCL, for CUDA devices.
-        timeout: of the backends, for a send from its call to its end; announcements use the group's timeout.
+        timeout: limit for a send, from its call to its completion; announcements use the group's timeout.
 
     Raises:
-        ValueError: a group without a backend for CPU tensors; a peer that is this rank or not in the group; a device
-            other than the CPU without an index; no `transport` for a device other than CUDA; a peer that is linked for
-            another device.
+        ValueError: the group has no backend for CPU tensors; a peer is this rank or not in the group; a device other
+            than the CPU has no index; `transport` is None and the device is not a CUDA device; a peer is linked already
+            for another device.
     """
-    own_rank, wanted = group.rank(), sorted(set(peers))
+    own_rank, sorted_peers = group.rank(), sorted(set(peers))
     if device.type != "cpu" and device.index is None:
-        raise ValueError(f"weft: got the device {device} to link ranks for; pass one with its number: '{device}:0'.")
+        raise ValueError(f"weft: link got the device {device} without an index; pass an index, as in '{device}:0'.")
     if transport is None and device.type != "cuda":
-        raise ValueError(f"weft: got the device {device} to link ranks for by NCCL; pass transport=, or a CUDA device.")
-    linked = {peer: _collectives.pipeline_link_device(group, peer) for peer in wanted}
-    for peer, other in linked.items():
-        if other not in (None, device):
+        raise ValueError(f"weft: link got the device {device} without a transport; pass transport=, or a CUDA device.")
+    linked = {peer: _collectives.pipeline_link_device(group, peer) for peer in sorted_peers}
+    for peer, linked_device in linked.items():
+        if linked_device not in (None, device):
             raise ValueError(
-                f"weft: rank {own_rank} is linked to rank {peer} for {other} and got {device}; unlink the group first."
+                f"weft: rank {own_rank} is linked to rank {peer} for {linked_device} and got {device}; "
+                "unlink the group first."
             )
-    # Linking a pair blocks until both ranks do it: all link pairs in the same order, so that waits form no cycle.
-    for peer in sorted(wanted, key=lambda peer: (min(own_rank, peer), max(own_rank, peer))):
+    # Linking blocks until both ranks of a pair call. All ranks link pairs in one order, so that no waits form a cycle.
+    for peer in sorted(sorted_peers, key=lambda peer: (min(own_rank, peer), max(own_rank, peer))):
         if linked[peer] is None:
             _link(group, peer, device, transport, timeout)
 
@@ -86,7 +87,7 @@ def _link(
     low, high = sorted((group.rank(), peer))
 
     def make(rank: int, towards: int) -> Backend:
-        num_links[peer] += int(towards == 0)  # once per link, also if it fails: it leaves keys in the store
+        num_links[peer] += int(towards == 0)  # once per link, also if the link fails: it leaves keys in the store
         name = f"weft link {num_links[peer]} {group.group_name}/{low}-{high}/{towards}"
         store = dist.PrefixStore(name, _get_process_group_store(group))
         ranks = [dist.get_global_rank(group, each) for each in (low, high)]

@@ -250,7 +250,7 @@ def test_number_of_collectives(rank: int) -> None:
 @on_ranks(4)
 def test_invalid_head_counts_raise(rank: int) -> None:
     cases: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
-        ((8, 6), {}, "got num_heads 6 on 4 ranks; num_heads must be a multiple of them"),
+        ((8, 6), {}, "got num_heads 6 on 4 ranks; num_heads must be a multiple of the number"),
         ((8, 4, 3), {}, "got num_heads 4 with num_kv_heads 3; num_heads must be a multiple"),
         ((8, 4, 0), {}, "got num_heads 4 with num_kv_heads 0; .* at least 1"),
         ((8, 12, 6), {}, "got num_kv_heads 6 on 4 ranks; one must be a multiple of the other"),

@@ -31,7 +31,7 @@ def test_shard_qkv() -> None:
     assert torch.equal(weft.nn.shard_qkv(weight, 4, 2, 2, 1), expected)
 
     for args, layout, text in [
-        ((4, 2, 3, 0), "blocks", "shard_qkv: got num_heads 4 on 3 ranks; num_heads must be a multiple of them"),
+        ((4, 2, 3, 0), "blocks", "shard_qkv: got num_heads 4 on 3 ranks; num_heads must be a multiple of the number"),
         ((4, 2, 2, 2), "blocks", "shard_qkv: got rank 2 of 2 ranks"),
         (
             (4, 4, 2, 0),

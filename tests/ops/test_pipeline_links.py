@@ -181,9 +181,9 @@ def test_errors(rank: int) -> None:
     for peer in (rank, 2, -1):
         with pytest.raises(ValueError, match=f"got peer {peer} on rank {rank} of 2; pass another rank of the group"):
             pipeline_links.link(world, [peer], torch.device("cpu"), transport=GLOO)
-    with pytest.raises(ValueError, match="got the device cuda to link ranks for; pass one with its number: 'cuda:0'"):
+    with pytest.raises(ValueError, match="link got the device cuda without an index; pass an index, as in 'cuda:0'"):
         pipeline_links.link(world, [1 - rank], torch.device("cuda"))
-    with pytest.raises(ValueError, match="got the device cpu to link ranks for by NCCL; pass transport=, or a CUDA"):
+    with pytest.raises(ValueError, match="link got the device cpu without a transport; pass transport=, or a CUDA"):
         pipeline_links.link(world, [1 - rank], torch.device("cpu"))
     group = dist.new_group(backend="cpu:weft")
     pipeline_links.link(group, [1 - rank], torch.device("cpu"), transport=GLOO)

@@ -51,7 +51,7 @@ def track(known: Iterable[torch.Tensor] = ()) -> None:
     if num_bytes := sum(tensor.untyped_storage().nbytes() for tensor in existing.values()):
         warnings.warn(
             f"weft.memory.track() came after {len(existing)} tensors with {num_bytes} bytes, which are not counted; "
-            "call it before they are made, or set WEFT_MEMORY=1 before `import weft`.",
+            "call it before the tensors are created, or set WEFT_MEMORY=1 before `import weft`.",
             stacklevel=2,
         )
 
@@ -71,12 +71,12 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
     return found
 
 
-def track_if_asked() -> None:
+def track_if_requested() -> None:
     """Call `track()` if WEFT_MEMORY=1 is set in the environment."""
-    asked = os.environ.get("WEFT_MEMORY", "0")
-    if asked not in ("", "0", "1"):
-        raise ValueError(f"got WEFT_MEMORY={asked}; set it to 1 to count memory, or to 0.")
-    if asked == "1":
+    value = os.environ.get("WEFT_MEMORY", "0")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"got WEFT_MEMORY={value}; set it to 1 to count memory, or to 0.")
+    if value == "1":
         track()
 
 
@@ -101,7 +101,10 @@ def _is_cuda(device: torch.device | str) -> bool:
 
 
 def current(device: torch.device | str = "cpu") -> int:
-    """Return the bytes in use now."""
+    """Return the bytes in use now.
+
+    For the CPU, this and the following functions raise RuntimeError before counting begins.
+    """
     if _is_cuda(device):
         return torch.cuda.memory_allocated(device)
     return sum(by_category().values())
@@ -115,12 +118,12 @@ def peak(device: torch.device | str = "cpu") -> int:
 
 
 def reserved(device: torch.device | str = "cpu") -> int:
-    """Return the bytes that torch's caching allocator has reserved now; on the CPU, which has none, `current()`."""
+    """Return the bytes that torch's caching allocator for CUDA has reserved now; for the CPU, return `current()`."""
     return torch.cuda.memory_reserved(device) if _is_cuda(device) else current()
 
 
 def peak_reserved(device: torch.device | str = "cpu") -> int:
-    """Return the most bytes reserved at once since counting began or the last `reset_peak()`; see `reserved`."""
+    """Return the largest value of `reserved` since counting began or the last `reset_peak()`."""
     return torch.cuda.max_memory_reserved(device) if _is_cuda(device) else peak()
 
 

@@ -51,8 +51,8 @@ class Watch:
         """Begin the phase "forward", or "inference" if gradients are not recorded.
 
         `inputs`: a batch, of nested lists, tuples and dicts. If gradients are recorded, the batch's tensors are tagged
-        "saved_activations", because the first layers save them for the backward; parameters and buffers of the model
-        among them are not.
+        "saved_activations", because the first layers save them for the backward; the model's parameters and buffers
+        in the batch keep their category.
         """
         if torch.is_grad_enabled():
             tensors = (each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
@@ -65,7 +65,7 @@ class Watch:
         _memory.set_category_since(self._mark, "scratch", "saved_activations")
 
     def backward_begins(self) -> None:
-        """Begin the phase "backward"; tensors that the loss saved for it are tagged "saved_activations", too."""
+        """Begin the phase "backward"; tensors that the loss saved for the backward are tagged "saved_activations"."""
         self.forward_ends()
         begin_phase("backward", "scratch")
         self._mark = _memory.mark()
@@ -118,9 +118,9 @@ def _after_accumulation(parameter: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def saving(inputs: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, the phase is "forward". For a pipeline stage, which runs several forwards before their backwards.
+    """Inside, the phase is "forward"; used for a pipeline stage, which runs several forwards before their backwards.
 
-    Memory that is allocated inside and still alive at the end is tagged "saved_activations", and so are `inputs`. If
+    `inputs` and the memory that is allocated inside and still alive at the end are tagged "saved_activations". If
     gradients are not recorded, the phase is "inference" and nothing is tagged. Does nothing if memory is not counted.
     """
     if not is_tracking():

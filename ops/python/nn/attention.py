@@ -14,7 +14,7 @@ from weft.nn.shard import group_size_and_rank
 
 
 class _Projection(nn.Module):
-    """A weight `[rows, columns]` and optionally a bias `[rows]` of one of the block's projections."""
+    """One projection of the block: a weight `[rows, columns]` and an optional bias `[rows]`."""
 
     def __init__(
         self, rows: int, columns: int, bias: bool, device: torch.device | None, dtype: torch.dtype | None
@@ -32,7 +32,7 @@ class ParallelAttention(nn.Module):
 
     One all-reduce forward and one backward. With `sequence_dim`: one all-gather and one reduce-scatter forward, two
     all-gathers and one reduce-scatter backward. In addition, the backward all-reduces the gradients of replicated
-    key/value heads over the ranks that hold copies, and the gradients of cos, sin and mask over the group.
+    key/value heads over the ranks that hold copies and, if cos, sin or mask require gradients, these over the group.
 
     Args:
         dim: size of the last dim of x and of the result.
@@ -48,8 +48,9 @@ class ParallelAttention(nn.Module):
         head_dim: default dim / num_heads.
         fused_qkv: True: one projection `qkv`. False: projections `q`, `k` and `v`, whose weights are concatenated in
             every forward; the concatenated weight is saved for the backward.
-        bias: of q, k and v, and of the output unless `out_bias` says otherwise.
-        causal: no query attends to later keys, whatever the mask says.
+        bias: whether q, k and v have biases.
+        out_bias: whether the output projection has a bias; default `bias`.
+        causal: no query attends to later keys, even where the mask allows it.
         sequence_dim: if given, x and the result are sharded by torch.chunk along this dim, which must be the last but
             one.
         device, dtype: of the parameters.
@@ -61,8 +62,8 @@ class ParallelAttention(nn.Module):
     a checkpoint.
 
     Raises:
-        ValueError: head counts that do not fit each other or the number of ranks; replicated heads without the
-            required `kv_group_name`, or with the name of another group.
+        ValueError: the numbers of heads do not fit each other or the number of ranks; `kv_group_name` is required and
+            missing, or names another group.
     """
 
     if TYPE_CHECKING:  # either qkv, or q, k and v; the others are None, which TorchScript checks
@@ -130,12 +131,12 @@ class ParallelAttention(nn.Module):
         mask: Tensor | None = None,
         sequence_size: int | None = None,
     ) -> Tensor:
-        """Return `[..., S, dim]`; with `sequence_dim`, this rank's shard of it.
+        """Return `[..., S, dim]`; with `sequence_dim`, this rank's shard.
 
         S is always the length of the unsharded sequence, also in the shapes of cos, sin and mask.
 
         Args:
-            x: `[..., S, dim]`; with `sequence_dim`, this rank's shard of it.
+            x: `[..., S, dim]`; with `sequence_dim`, this rank's shard.
             cos, sin: `[S, head_dim]` or `[..., S, head_dim]`: rotary embedding of queries and keys. With (x1, x2) the
                 halves of a head: (x1, x2) * cos + (-x2, x1) * sin.
             mask: `[S, S]` or `[..., 1, S, S]`, the same for all heads; bool (True: attend) or added to the scores.
@@ -188,11 +189,11 @@ class ParallelAttention(nn.Module):
         return y.transpose(-3, -2).flatten(-2)
 
     def _sum_gradient(self, tensor: Tensor) -> Tensor:
-        """Identity forward for a replicated tensor that each rank uses for its own heads; all-reduces its gradient."""
+        """Return a replicated tensor that each rank uses for its own heads; the backward all-reduces its gradient."""
         return torch.ops.weft.copy_to_group(tensor, self.group_name) if tensor.requires_grad else tensor
 
     def _sum_gradients_of_copies(self, rows: Tensor) -> Tensor:
-        """Return `rows`, of q|k|v; the backward sums the gradients of k and v over the ranks that hold copies."""
+        """Return the rows q|k|v; the backward sums the gradients of k and v over the ranks that hold copies."""
         if self.kv_group_name == "" or not torch.is_grad_enabled():
             return rows
         q, kv = rows.split([self.num_local_heads * self.head_dim, 2 * self.num_local_kv_heads * self.head_dim])

@@ -9,10 +9,10 @@ from weft.nn.shard import group_size_and_rank, shard_range
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids `[...]` (int64 or int32, global) -> `[..., embedding_dim]`.
+    """Token ids `[...]` (int64 or int32, in the full vocabulary) -> `[..., embedding_dim]`.
 
     Args:
-        num_embeddings: rows of the unsharded table; this rank holds its shard by torch.chunk.
+        num_embeddings: rows of the unsharded table; this rank holds its torch.chunk shard of them.
         embedding_dim: size of a row.
         group_name: c10d name of the group; "" for a group of one.
         device, dtype: of the parameter.

@@ -1,4 +1,4 @@
-"""Which heads of an attention a rank holds, and which ranks hold the same key/value head."""
+"""Maps ranks to the heads of an attention that they hold, and key/value heads to the ranks that hold copies."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def shard_qkv(
         num_ranks, rank: the number of ranks, and the rank whose rows are returned.
         layout: the order of the rows. "blocks": all of q, then k, then v, as torch.cat of q, k and v gives them.
             "grouped": for each key/value head, the query heads that attend to it, then its key rows, then its value
-            rows (as in Megatron; as in GPT-NeoX, where every query head has a key/value head).
+            rows. This is the order of Megatron and, with one key/value head per query head, of GPT-NeoX.
 
     Returns:
         `[(h + 2 * kv) * head_dim, ...]` with the rank's h query heads and kv key/value heads. If there are more ranks
         than key/value heads, kv is 1 and neighbouring ranks get the same head.
 
     Raises:
-        ValueError: head counts that ParallelAttention does not support, a wrong number of rows, an unknown layout or
-            rank.
+        ValueError: numbers of heads that ParallelAttention does not support, a wrong number of rows, an unknown layout,
+            or a rank outside of `num_ranks`.
     """
     heads, kv_heads = local_heads("shard_qkv", num_heads, num_kv_heads, num_ranks, rank)
     num_blocks = num_heads + 2 * num_kv_heads
@@ -79,7 +79,7 @@ def kv_groups(num_kv_heads: int, group_name: str) -> str:
     if num_copies == num_ranks:
         return group_name
     group = process_group(group_name)
-    # Only the ranks of each new group synchronise: ranks outside of `group_name` need not call.
+    # Only the ranks of a new group synchronise, so that ranks outside of `group_name` need not call new_group.
     made = dist.new_group(
         _ranks_with_same_head(group_name, num_copies),
         backend=dist.get_backend_config(group),
@@ -90,7 +90,7 @@ def kv_groups(num_kv_heads: int, group_name: str) -> str:
 
 
 def local_heads(owner: str, num_heads: int, num_kv_heads: int, num_ranks: int, rank: int) -> tuple[range, range]:
-    """Return (query heads, key/value heads) of a rank; invalid numbers of heads raise the same error on every rank."""
+    """Return (query heads, key/value heads) of a rank; invalid numbers of heads raise ValueError on every rank."""
     if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(
             f"{owner}: got num_heads {num_heads} with num_kv_heads {num_kv_heads}; num_heads must be a multiple of "
@@ -100,7 +100,8 @@ def local_heads(owner: str, num_heads: int, num_kv_heads: int, num_ranks: int, r
         raise ValueError(f"{owner}: got rank {rank} of {num_ranks} ranks; ranks count from 0.")
     if num_heads % num_ranks:
         raise ValueError(
-            f"{owner}: got num_heads {num_heads} on {num_ranks} ranks; num_heads must be a multiple of them."
+            f"{owner}: got num_heads {num_heads} on {num_ranks} ranks; num_heads must be a multiple of the number of "
+            "ranks."
         )
     num_copies = ranks_per_kv_head(owner, num_kv_heads, num_ranks)
     num_local = num_heads // num_ranks
@@ -122,7 +123,7 @@ def check_kv_group(owner: str, num_kv_heads: int, group_name: str, kv_group_name
     """Return the name of the group of ranks that hold this rank's key/value head; "" if only this rank holds it.
 
     Raises:
-        ValueError: `kv_group_name` names a group of other ranks, is missing, or is given for sharded heads.
+        ValueError: `kv_group_name` names a wrong group, is required and missing, or is given for sharded heads.
     """
     num_ranks = 1 if not group_name else process_group(group_name).size()
     num_copies = ranks_per_kv_head(owner, num_kv_heads, num_ranks)
@@ -153,7 +154,7 @@ def broadcast_values(tensor: Tensor, group_name: str) -> None:
 
 
 def _ranks_with_same_head(group_name: str, num_copies: int) -> list[int]:
-    """Return the global ranks that hold the same key/value head as this rank, which is one of them."""
+    """Return the global ranks, including this one, that hold the same key/value head as this rank."""
     group = process_group(group_name)
     start = group.rank() // num_copies * num_copies
     return dist.get_process_group_ranks(group)[start : start + num_copies]

@@ -24,8 +24,8 @@ class ColumnLinear(nn.Module):
 
     Args:
         in_features: size of the last dim of x.
-        out_features: rows of the unsharded weight; this rank holds its shard by torch.chunk.
-        bias: whether there is a bias; it is sharded like the rows.
+        out_features: rows of the unsharded weight; this rank holds its torch.chunk shard of them.
+        bias: whether there is a bias, which is sharded like the rows.
         group_name: c10d name of the group; "" for a group of one.
         device, dtype: of the parameters.
 
@@ -64,14 +64,14 @@ class RowLinear(nn.Module):
     """This rank's shard of x -> x Wᵀ summed over the group + b: `[..., in_local]` -> `[..., out_features]`.
 
     Args:
-        in_features: columns of the unsharded weight; this rank holds its shard by torch.chunk.
+        in_features: columns of the unsharded weight; this rank holds its torch.chunk shard of them.
         out_features: size of the last dim of the result.
-        bias: whether there is a bias; it is replicated on every rank and added once.
+        bias: whether there is a bias, which is replicated on every rank and added once.
         group_name: c10d name of the group; "" for a group of one.
         device, dtype: of the parameters.
 
-    Parameters `weight [out_features, in_local]`, `bias [out_features]`. The bias starts at zero, so that
-    it is equal on every rank.
+    Parameters `weight [out_features, in_local]`, `bias [out_features]`. The bias is initialised to zero, so that it is
+    equal on every rank.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class RowLinear(nn.Module):
 
 
 class AllGatherLinear(ColumnLinear):
-    """A ColumnLinear with x sharded along `gather_dim`: `[..., s, ..., in_features]` -> `[..., S, ..., out_local]`.
+    """A ColumnLinear for x sharded along `gather_dim`: `[..., s, ..., in_features]` -> `[..., S, ..., out_local]`.
 
     Args:
         in_features, out_features, bias, group_name, device, dtype: as in ColumnLinear, with the same parameters.
@@ -124,7 +124,7 @@ class AllGatherLinear(ColumnLinear):
         self.gather_dim = gather_dim
 
     def forward(self, x: Tensor, dim_size: int | None = None) -> Tensor:
-        """`dim_size`: the size of the unsharded `gather_dim`. None: all shards must have equal sizes."""
+        """Return `[..., S, ..., out_local]`; `dim_size` is S, or None if all shards have equal sizes."""
         return torch.ops.weft.all_gather_linear(
             x, self.weight, self.bias, gather_dim=self.gather_dim, group_name=self.group_name, dim_size=dim_size
         )

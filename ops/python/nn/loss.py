@@ -10,10 +10,10 @@ from weft.nn.shard import group_size_and_rank, shard_range
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """This rank's logits `[..., v]` and global classes `[...]` -> nn.CrossEntropyLoss of the unsharded logits.
+    """This rank's logits `[..., v]`, targets `[...]` among all classes -> nn.CrossEntropyLoss of the unsharded logits.
 
     Args:
-        vocab_size: the number of classes of all ranks together; this rank's logits are its shard by torch.chunk.
+        vocab_size: the number of classes of all ranks together; this rank's logits are its torch.chunk shard of them.
         group_name: c10d name of the group; "" for a group of one.
         ignore_index, label_smoothing, reduction: those of nn.CrossEntropyLoss.
 
@@ -60,7 +60,7 @@ class VocabParallelCrossEntropy(nn.Module):
 
 
 class VocabParallelLinearCrossEntropy(VocabParallelCrossEntropy):
-    """Hidden states `[..., dim]` and global classes `[...]` -> the loss, without materializing all logits at once.
+    """Hidden states `[..., dim]`, targets `[...]` among all classes -> the loss, without storing all logits at once.
 
     Args:
         dim: size of the last dim of the hidden states.

@@ -16,12 +16,12 @@ class ColumnRowMLP(nn.Module):
 
     Args:
         dim: size of the last dim of x and of the result.
-        hidden_dim: of the unsharded block; this rank holds its shard by torch.chunk.
-        gated: whether there is w3 (SwiGLU for "silu", GEGLU for "gelu").
+        hidden_dim: hidden size of the unsharded block; this rank holds its torch.chunk shard of the hidden features.
+        gated: whether there is a w3 (with "silu", this is SwiGLU; with "gelu", GEGLU).
         bias: whether there are b1, b2 and, if gated, b3; b2 is replicated on every rank and added once.
         activation: "silu", "gelu", "gelu_tanh" or "relu".
         group_name: c10d name of the group; "" for a group of one.
-        recompute: save only x for the backward and recompute the hidden values.
+        recompute: save only x for the backward and recompute the hidden activations.
         sequence_dim: if given, x and the result are sharded by torch.chunk along this dim; any dim but the last.
         device, dtype: of the parameters.
 
@@ -72,7 +72,7 @@ class ColumnRowMLP(nn.Module):
             _init_like_linear(self.w3, self.b3, dim)
 
     def forward(self, x: Tensor, sequence_size: int | None = None) -> Tensor:
-        """`sequence_size`: the size of the unsharded `sequence_dim`. None: all shards must have equal sizes."""
+        """Return `[..., dim]`; `sequence_size`: that of the unsharded `sequence_dim`; None: all shards are equal."""
         return torch.ops.weft.column_row_mlp(
             x,
             self.w1,

@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
     @torch.jit.export
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (norm(x + residual), x + residual)."""
+        """Return (norm(x + residual), x + residual), both of the shape of x and residual, `[..., dim]`."""
         return torch.ops.weft.add_rms_norm(x, residual, self.weight, group_name=self.group_name, eps=self.eps)
 
     def extra_repr(self) -> str:
@@ -79,7 +79,7 @@ class LayerNorm(nn.Module):
 
     @torch.jit.export
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (norm(x + residual), x + residual)."""
+        """Return (norm(x + residual), x + residual), both of the shape of x and residual, `[..., dim]`."""
         return torch.ops.weft.add_layer_norm(
             x, residual, self.weight, self.bias, group_name=self.group_name, eps=self.eps
         )

@@ -11,7 +11,7 @@ from torch import nn
 def rebind_group(module: nn.Module | torch.jit.ScriptModule, group_name: str, kv_group_name: str | None = None) -> int:
     """Set `group_name` on every weft module inside `module`, scripted or not; return the number of these modules.
 
-    Modules with the group name "" are set, too, also norms.
+    Modules whose group name was "", such as norms of unsharded tokens, get the new group name, too.
 
     Args:
         module: an nn.Module, or a result of torch.jit.load.

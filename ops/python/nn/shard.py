@@ -1,4 +1,4 @@
-"""Finds which shard of a dim a rank holds; looks up groups by name."""
+"""Computes the shard of a dim that a rank holds; looks up groups by name."""
 
 from __future__ import annotations
 
