@@ -1,6 +1,6 @@
 """The behaviour of weft's strategies in every Lightning namespace, without importing any of them.
 
-`lightning` and `pytorch_lightning` hold the same code twice, as different classes, and either may be
-absent. The behaviour is therefore in mixins, which `weft._plugin.factory` puts in front of the classes of a namespace,
-and in an engine and its parts, which the mixins call. Start reading at `factory.py` and `engine.py`.
+`lightning` and `pytorch_lightning` contain the same code with distinct classes, and either may be absent. The behaviour
+is therefore in mixins, which `weft._plugin.factory` combines with the classes of a namespace, and in an engine and its
+parts, which the mixins call. Start reading at `factory.py` and `engine.py`.
 """

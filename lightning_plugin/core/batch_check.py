@@ -1,4 +1,4 @@
-"""Compares batches between the ranks of a tensor-parallel group, or of a pipeline, which compute one batch together."""
+"""Compares batches between ranks that compute one batch together: a tensor-parallel group, or a pipeline."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def _tensors(value: Any, visited: set[int]) -> Iterable[Tensor]:
 class BatchCheck:
     """Compares some batches between the ranks of a group.
 
-    The compared batches are the first `num_first` of each loop since `restart`, every `every`-th of each loop, and the
-    next batch after each `begin_epoch`, of whichever loop. If `every` is 0, only the first and the last rule apply; if
-    `num_first` is 0, too, no batch is compared. A loop is "training", "validation", "test" or "prediction"; under
+    The compared batches are the first `num_first` of each loop since `restart`, each `every`-th of a loop, and the next
+    batch of any loop after each `begin_epoch`. If `every` is 0, only the first and the last rule apply; if `num_first`
+    is 0, too, no batch is compared. A loop is "training", "validation", "test" or "prediction"; under
     Fabric "training" or "evaluation".
     """
 
@@ -91,7 +91,7 @@ class BatchCheck:
     ) -> None:
         """Count one batch of `loop` and, if it is due, compare it; the comparison is collective over `group`.
 
-        `group_kind`: what the error calls the group.
+        `group_kind`: the name of the kind of group in the error.
 
         Raises:
             ValueError: on every rank of the group, if the ranks hold different batches.

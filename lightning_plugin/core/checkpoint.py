@@ -1,9 +1,9 @@
-"""Checkpoints of a model in shards or stages: a directory of shards, or one file as any Trainer writes it.
+"""Checkpoints of a model in shards or stages: a directory of shards, or one file in the format of any Trainer.
 
-torch.distributed.checkpoint writes the shards; a `meta.pt` in the directory has all other entries. The keys are "model"
+torch.distributed.checkpoint writes the shards; `meta.pt` in the directory has all other entries. The keys are "model"
 and "optimizer_0", ..., as Lightning's `consolidate_checkpoint` expects (not "state_dict", the model's key in
-directories of Lightning's ModelParallelStrategy); under Fabric they are the user's. An optimizer without state goes
-into meta.pt, because torch.distributed.checkpoint drops empty dictionaries.
+directories of Lightning's ModelParallelStrategy); under Fabric, they are the keys of the user's state. An optimizer
+without state is saved in meta.pt, because torch.distributed.checkpoint drops empty dictionaries.
 
 All ranks must call the functions that save or load, except `write_file`.
 """
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from weft._plugin.optimizer_state import FullModel, load_sharded_state, load_state, rekey_by_name
 
 METADATA_FILENAME = "meta.pt"
-# The model's key in a Trainer's directory: that of weft's strategy, that of Lightning's ModelParallelStrategy.
+# The model's key in a Trainer's directory, as weft's strategy and as Lightning's ModelParallelStrategy write it.
 MODEL_KEYS = ("model", "state_dict")
 
 
@@ -35,7 +35,7 @@ def optimizer_key(idx: int) -> str:
 
 
 def without_none(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments that are not None: Lightning 2.5 does not take `weights_only`, which is None by default."""
+    """Return the arguments that are not None; for example, Lightning 2.5 has no argument `weights_only`."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -70,7 +70,7 @@ def write_directory(
     barrier: Callable[[], None],
     pipeline_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write state dicts of DTensors, and the rest from the first rank, as the directory `path`.
+    """Write state dicts of DTensors and, from the first rank, `rest`, as the directory `path`.
 
     The directory is written under another name and renamed when complete; a previous checkpoint at `path` is removed
     just before the renaming.
@@ -81,13 +81,13 @@ def write_directory(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     barrier()
-    have_state = {key for key, state in optimizers.items() if state["state"]}
+    keys_with_state = {key for key, state in optimizers.items() if state["state"]}
     if pipeline_group is not None:  # an optimizer has no state on a stage without trainable parameters
         gathered: list[Any] = [None] * pipeline_group.size()
-        dist.all_gather_object(gathered, have_state, group=pipeline_group)
-        have_state = set().union(*gathered)
-    with_state = {key: state for key, state in optimizers.items() if key in have_state}
-    without_state = {key: state for key, state in optimizers.items() if key not in have_state}
+        dist.all_gather_object(gathered, keys_with_state, group=pipeline_group)
+        keys_with_state = set().union(*gathered)
+    with_state = {key: state for key, state in optimizers.items() if key in keys_with_state}
+    without_state = {key: state for key, state in optimizers.items() if key not in keys_with_state}
     dcp.save({**models, **with_state}, checkpoint_id=partial)
     if is_first_rank:
         torch.save({**rest, **without_state}, partial / METADATA_FILENAME)
@@ -96,7 +96,7 @@ def write_directory(
         else:
             path.unlink(missing_ok=True)
         partial.rename(path)
-    barrier()  # after this, every rank finds the checkpoint
+    barrier()  # afterwards, every rank can read the checkpoint
 
 
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
@@ -178,9 +178,10 @@ def _check_names(path: Path, saved: Iterable[str], expected: Iterable[str]) -> N
 def load_optimizer_of_directory(
     path: Path, key: str, model: torch.nn.Module, optimizer: Optimizer, rest: dict[str, Any]
 ) -> bool:
-    """Load the optimizer saved as `key`: from `rest`, the content of meta.pt, if it had no state, else from the shards.
+    """Load the optimizer saved as `key`: from `rest`, the content of meta.pt, or else from the shards.
 
-    Returns whether the checkpoint has an optimizer `key`. An optimizer found in `rest` is removed there.
+    Returns whether the checkpoint has an optimizer `key`. An optimizer that had no state is in `rest`, and is removed
+    from it.
     """
     if key in rest:
         load_state(model, optimizer, rest.pop(key))
@@ -225,7 +226,7 @@ def load_file(
 
 def _shard_like(value: Any, target: Any) -> Any:
     if not isinstance(target, DTensor) or isinstance(value, DTensor) or value.shape != target.shape:
-        return value  # load_state_dict raises one error for all wrong shapes
+        return value  # load_state_dict then raises one error that lists all wrong shapes
     from weft.strategy.data_parallel.local import shard_like
 
     return shard_like(value, target)

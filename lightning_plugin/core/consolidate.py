@@ -30,9 +30,9 @@ def consolidate_checkpoint(
     holds the full checkpoint in CPU memory.
 
     Args:
-        directory: written by `trainer.save_checkpoint` or a ModelCheckpoint, on any number of ranks.
+        directory: a checkpoint of `trainer.save_checkpoint` or a ModelCheckpoint, written by any number of ranks.
         file: the path of the new file; None: "DIRECTORY.consolidated".
-        weights_only: as in `torch.load`, for the directory's meta.pt: hyperparameters, loops, callbacks and the like.
+        weights_only: as in `torch.load`, with which meta.pt is read: hyperparameters, states of loops and callbacks.
 
     Returns:
         The path of the file.
@@ -90,7 +90,7 @@ def _read_shards(directory: Path) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return `value` with dicts of int keys as lists: the keys of saved dicts are strings, int keys are positions."""
+    """Return `value` with dicts of int keys as lists: int keys are positions in a saved list."""
     if not isinstance(value, dict):
         return value
     if value and all(isinstance(key, int) for key in value):

@@ -19,11 +19,11 @@ DATA_AXIS = "data_parallel"
 
 
 class DataAxes:
-    """The data axes of one mesh, and the modules that are sharded, or whose gradients are averaged, over them.
+    """The data axes of one mesh, with the modules that are sharded or whose gradients are averaged over these axes.
 
-    mesh: with the axis data_parallel and, if data_replicate_size is not 1, the axis data_replicate before it.
+    mesh: has the axis data_parallel and, if data_replicate_size is not 1, the axis data_replicate before it.
     group: this rank's group along the data axes; its ranks get different data.
-    zero_stage: 0 to 3; what is sharded over data_parallel.
+    zero_stage: the ZeRO stage, 0 to 3, which determines the tensors that are sharded over data_parallel.
     """
 
     def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup, zero_stage: int) -> None:
@@ -78,7 +78,7 @@ class DataAxes:
         return names
 
     def average_gradients_of(self, module: Module) -> None:
-        """Average a module's gradients in each later backward; do nothing if `shards_parameters`, or on one data rank.
+        """Average a module's gradients in each later backward; does nothing on one data rank or if `shards_parameters`.
 
         Call this after the parameters are on their final device: moving a DTensor removes its hooks.
 
@@ -101,7 +101,7 @@ class DataAxes:
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Make an optimizer use averaged gradients; at zero_stage 1, step only this rank's shards (`ShardedStates`).
 
-        With FSDP2, each optimizer step frees the parameters that are still gathered, because they have old values.
+        With FSDP2, each optimizer step frees the parameters that are still gathered, because a step makes them stale.
         """
         if not self.shards_parameters and self.size > 1:
             optimizer.register_step_pre_hook(lambda *_: self._average_pending())
@@ -118,7 +118,7 @@ class DataAxes:
         if self._zero_stage == 1 and self._data_size > 1:
             from weft.strategy.data_parallel import ShardedStates, sharded_states_of
 
-            if sharded_states_of(optimizer) is None:  # an optimizer of an earlier run has them already
+            if sharded_states_of(optimizer) is None:  # an optimizer of an earlier run already has ShardedStates
                 ShardedStates(optimizer, self.mesh[DATA_AXIS].get_group())
 
     def average(self, parameter: Tensor) -> None:
@@ -154,7 +154,7 @@ class DataAxes:
             yield
 
     def release(self) -> None:
-        """Stop averaging and forget all modules; sharded parameters stay sharded."""
+        """Stop averaging, and release all modules; sharded parameters stay sharded."""
         for reducer in self._reducers.values():
             reducer.remove()
         self._reducers.clear()
@@ -162,9 +162,9 @@ class DataAxes:
 
 
 def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy | None:
-    """Return the policy of FSDP2 for a precision of Lightning; None: it gathers and reduces in the parameters' dtypes.
+    """Return FSDP2's policy for a precision of Lightning; None: FSDP2 gathers and reduces in the parameters' dtypes.
 
-    Gradients of half types are always reduced in float32, which increases only the bytes that are sent.
+    Half-precision gradients are always reduced in float32, which increases only the bytes that are sent.
     """
     half = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision)
     if half is None:

@@ -1,6 +1,6 @@
 """Holds a pipeline's gradients from `training_step`, which computes them, until the Trainer calls the backward.
 
-Between the two the Trainer zeroes gradients.
+Between `training_step` and the backward, the Trainer zeroes gradients.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class DeferredGradients:
     """Holds the gradients of one step: compute them inside `computing`, then give the Trainer `attach_to_loss(loss)`.
 
     parameters: all parameters that get gradients.
-    is_first: whether gradients are zeroed before the backward; else the backward adds to those of earlier batches.
+    is_first: whether gradients are zeroed before the backward; else the backward adds to gradients of earlier batches.
     keeps_earlier_until_zeroed: if `is_first`, keep the gradients of earlier batches until the Trainer zeroes them,
-        because code may read them before; False: free them before `computing`, which saves one set of gradients.
+        because hooks may read them before that; False: free them before `computing`, which saves the memory of one set.
     scale: the factor that the gradients already contain, and by which the Trainer will multiply the loss; None: the
         factor is unknown before the backward, which then multiplies the gradients by it.
 
     If the scale is known, the step of a later accumulated batch adds its gradients to the earlier ones directly. In
-    this case, or if there are no earlier gradients or they are freed, one set of gradients is alive during the step;
-    otherwise two are.
+    this case, or if earlier gradients do not exist or are freed, one set of gradients is in memory during the step;
+    otherwise there are two.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parall
 `_save_distributed_checkpoint`, `_process_group_backend`, `_get_process_group_backend` and, under Fabric,
 `_parallelize_fn` and `_backward_sync_control` are protected members of Lightning's ModelParallelStrategy (the stock
 strategy), of which weft's strategies are subclasses. Also used are `LightningModule._device_mesh`, `_after_closure` of
-precision plugins, and the Trainer's `_accelerator_connector`, which alone keeps the argument `use_distributed_sampler`.
-Lightning has no public equivalents, except for reading some of them.
+precision plugins, and the Trainer's `_accelerator_connector`, the only object that stores the argument
+`use_distributed_sampler`. Lightning has no public equivalents, except for reading some of these members.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Engine:
     """Sets up and trains models for one strategy.
 
     Args:
-        strategy: after the `__init__` of Lightning's ModelParallelStrategy.
-        options: the user's.
-        owner: the usual variable name of the Trainer or Fabric object, for messages.
-        building_context: the hook or context manager in which users build models with deferred parameters, for
-            messages.
+        strategy: a strategy on which the `__init__` of Lightning's ModelParallelStrategy has run.
+        options: the options that the user has passed.
+        owner: "trainer" or "fabric", the usual variable name of the object that has the strategy, for messages.
+        building_context: for messages, the hook or context manager in which users build models with deferred
+            parameters.
 
     Attributes:
         name: the name of the strategy's class, for errors.
@@ -121,7 +121,7 @@ class Engine:
         """Return the axes data_replicate and data_parallel of the mesh; raises RuntimeError before `begin_run`."""
         if self._data_axes is None:
             raise RuntimeError(
-                f"{self.name} has no data axes before its process group exists; ask for them in setup or fit."
+                f"{self.name} has no data axes before its process group exists; read them in setup or later."
             )
         return self._data_axes
 
@@ -150,14 +150,14 @@ class Engine:
             check_joined_weights(self.name, self.options, sizes)
 
     def check_offload_device(self, what: str, is_on: bool) -> None:
-        """Raise ValueError if activations are to be moved to the CPU, where the model is already."""
+        """Raise ValueError if activations are to be offloaded to CPU memory, and the devices are CPUs."""
         if is_on and self.device.type == "cpu":
             raise ValueError(
-                f"{self.name} got {what} on CPU devices, whose memory is where activations would go; leave it out."
+                f"{self.name} got {what} on CPU devices, whose activations are in CPU memory already; leave it out."
             )
 
     def begin_run(self, data_axes: DataAxes) -> None:
-        """Begin a run on these axes, once the process group and the mesh exist; collective."""
+        """Begin a run on these axes; the process group and the mesh must exist. Collective."""
         self._data_axes = data_axes
         self.broadcast_random_state()
         self.batch_check.restart()
@@ -189,7 +189,7 @@ class Engine:
 
     @contextmanager
     def deferred_init(self) -> Iterator[None]:
-        """With a plan and `empty_init`, defer parameters created inside; applying the plan gives them values."""
+        """With a plan and `empty_init`, defer parameters created inside; applying the plan materializes them."""
         if self.plan is None or not self.options.empty_init:
             yield
             return
@@ -222,10 +222,10 @@ class Engine:
         from weft.strategy import fuse
 
         was_fused = all(group.get("fused") for group in optimizer.param_groups)
-        why_not = fuse(optimizer, module)
+        reason = fuse(optimizer, module)  # for leaving the optimizer as it is; None: it is fused
         name = type(optimizer).__name__
-        if why_not is not None:
-            self.console.log(f"weft leaves {name} as it is: {why_not}.")
+        if reason is not None:
+            self.console.log(f"weft leaves {name} as it is: {reason}.")
         elif not was_fused:
             self.console.log(
                 f"weft makes {name} use its fused kernels, without temporaries; fused_optimizers=False prevents it."
@@ -233,7 +233,7 @@ class Engine:
 
     @contextmanager
     def optimizer_step(self, optimizer: Any) -> Iterator[None]:
-        """With a plan, make an optimizer compute as with unsharded parameters, unless it steps each element alone."""
+        """With a plan, make an optimizer compute as with unsharded parameters, unless its step is elementwise."""
         from weft.strategy import local_parameters
         from weft.strategy.data_parallel import steps_elements_alone
 

@@ -1,11 +1,11 @@
 """Prints the traceback of an error once, even if several ranks raise the error.
 
-The ranks of a host share a log of the errors that have been printed, each with the stderr: an unnamed file, which one
-rank makes and the others open through /proc. A rank that fails locks the log (its *turn*) and looks for its error.
-It prints one line that names the rank with the same error or, if there is none, prints the traceback and adds an entry
-for the error to the log. The kernel releases the lock of a rank that dies in its turn; the next rank finds no entry and
-prints. A rank that gets no turn within TURN_SECONDS, that has no log, or whose stderr is another file prints its
-traceback.
+The ranks of a host share a log, an unnamed file that one rank creates and the others open through /proc. The log lists
+the errors that have been printed, and the stderr to which each was printed. A rank that fails locks the log (its
+*turn*) and searches the log for its error. If another rank has printed the error, the rank prints one line that names
+that rank. Otherwise it prints the traceback and adds an entry to the log. The kernel releases the lock of a rank that
+dies in its turn; the next rank finds no entry and prints. A rank that gets no turn within TURN_SECONDS, that has no
+log, or whose stderr is another file prints its traceback.
 
 Errors are the same if their types, texts (apart from addresses), causes and frames are. The frames of Lightning and of
 weft's launcher do not count, because only rank 0 goes through the launcher.
@@ -46,7 +46,7 @@ class ErrorReports:
 
     @classmethod
     def create(cls) -> ErrorReports | None:
-        """Make a log for the ranks of this host; None if the system cannot share one."""
+        """Create a log for the ranks of this host; return None if the system cannot share one."""
         if fcntl is None or not hasattr(os, "memfd_create"):
             return None
         with contextlib.suppress(OSError):
@@ -55,22 +55,22 @@ class ErrorReports:
 
     @classmethod
     def open(cls, path: str) -> ErrorReports | None:
-        """Open the log of another process, which has this `path`; None on failure, such as when that process ended."""
+        """Open another process's log by its `path`; return None on failure, such as when that process has ended."""
         with contextlib.suppress(OSError):
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         return None
 
     @property
     def path(self) -> str:
-        """The name by which other processes of this host open the log while this one lives."""
+        """The path at which other processes of this host can open the log while this process runs."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def report(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, show: Callable[[], object]
     ) -> None:
-        """Call `show`, which prints the traceback; if another rank has printed the same one, print one line instead.
+        """Call `show`, which prints the traceback; if another rank has printed the same error, print one line instead.
 
-        If anything but `show` fails here, the traceback is still printed.
+        If anything but `show` fails, the traceback is still printed.
         """
         with contextlib.ExitStack() as turn:
             has_turn = False
@@ -118,8 +118,7 @@ class ErrorReports:
 def shared_under_torchrun(local_rank: int, node_rank: int) -> ErrorReports | None:
     """Return the log that the workers of one torchrun agent share; None if they cannot share one. Collective.
 
-    Workers do not start one another, so the one with local_rank 0 makes the log and passes its path through the job's
-    store.
+    The worker with local_rank 0 creates the log and passes its path to the others through the job's store.
     """
     with contextlib.suppress(Exception):  # sharing a log is optional: a failure must not end the run
         assert dist.group.WORLD is not None
@@ -143,7 +142,7 @@ def _rank() -> int:
 
 
 def _stderr_identity() -> str:
-    """Return device and inode of stderr, so that a rank with a stderr file of its own prints its tracebacks there."""
+    """Return device and inode of stderr: a rank whose stderr is another file must print its traceback there."""
     status = os.fstat(sys.stderr.fileno())
     return f"{status.st_dev}:{status.st_ino}"
 

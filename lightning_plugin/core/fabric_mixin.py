@@ -71,7 +71,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         self._modules: list[Module] = []
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """As the stock one, but with a plan `empty_init` defers parameters instead (see `Options.empty_init`)."""
+        """Like the stock method, except that with a plan `empty_init` defers parameters; see `Options.empty_init`."""
         if not empty_init or self.plan is None or not self._engine.options.empty_init:
             return super().module_init_context(empty_init)
         stack = ExitStack()
@@ -92,11 +92,11 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         return None if self.data_axes.size == 1 else super().distributed_sampler_kwargs
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """See StrategyMixin, and for the comparison of lengths `FabricLoaders.with_length_check`; collective."""
+        """See StrategyMixin and, for the comparison of lengths, `FabricLoaders.with_length_check`; collective."""
         return self._loaders.with_length_check(super().process_dataloader(without_lockstep(dataloader)), self._modules)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As the stock one, by default over the data axes, so ranks with the same data count once.
+        """Like the stock method, by default over the data axes, so that ranks with the same data count once.
 
         With one data-parallel rank and no `group`, returns `tensor` itself.
         """
@@ -129,7 +129,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         return clip_gradients_by_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
-        """As the stock one; raises RuntimeError with optimizer_in_backward."""
+        """Like the stock method; raises RuntimeError with optimizer_in_backward."""
         self._check_clipping()
         super().clip_gradients_value(module, optimizer, clip_val)
 
@@ -158,12 +158,12 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer; if built before the modules were sharded, it now steps the modules' new parameters."""
+        """Return the optimizer; its parameters that sharding has replaced become the modules' new parameters."""
         engine = self._engine
         steps_in_backward = engine.options.optimizer_in_backward
         if steps_in_backward and (engine.in_backward.is_active or not self._modules):
             raise ValueError(
-                "optimizer_in_backward takes one optimizer, set up with the model or after it; "
+                "optimizer_in_backward supports one optimizer, set up with the model or after it; "
                 "pass optimizer_in_backward=False for several."
             )
         optimizer = super().setup_optimizer(optimizer)
@@ -202,8 +202,8 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
 
         Args:
             batch: the same on every stage of a replica, as Fabric's data loaders return it.
-            loss_fn: given the model and a micro-batch, calls the model once and returns the loss, a scalar.
-            split, weight: as `weft.strategy.pipeline.Pipeline.step` takes them.
+            loss_fn: a function (model, micro_batch) -> loss, a scalar, that calls the model once.
+            split, weight: as in `weft.strategy.pipeline.Pipeline.step`.
 
         Returns:
             The weighted mean of the losses over the micro-batches of `batch`, the same on every stage.
@@ -220,7 +220,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         """Run forwards only; return `step(model, micro_batch)` for each micro-batch; [] except on the last stage."""
         return fabric_pipeline.evaluate_batch(self._engine, batch, step, split)
 
-    # ---- checkpoints: as the stock strategy's, but optimizers need not step before they are saved or loaded --
+    # ---- checkpoints: unlike with the stock strategy, optimizers need no step before they are saved or loaded
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
@@ -269,7 +269,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint, saved at any number of ranks, into the objects of `state`; return the rest; collective."""
+        """Load a checkpoint, saved by any number of ranks, into the objects of `state`; return the rest; collective."""
         optimizers = {}
         if self.plan is not None and isinstance(state, dict):
             optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}

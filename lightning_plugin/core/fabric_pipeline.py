@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def train_batch(engine: Engine, batch: Any, loss_fn: Callable[[Any, Any], Tensor], **arguments: Any) -> Tensor:
-    """Run forward and backward of one batch; return the loss. `arguments`: of `Pipeline.step`; None: omitted."""
+    """Run forward and backward of one batch; return the loss. `arguments`: of `Pipeline.step`, or None."""
     stages, pipeline = engine.stages, engine.stages.existing_pipeline()
     stages.check_no_scaler()
     stages.check_batch("training", batch)

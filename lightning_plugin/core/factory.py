@@ -39,11 +39,11 @@ _DESCRIPTIONS = {
 
 @dataclass(frozen=True)
 class Flavour:
-    """The namespace of a strategy class: its base class, registry and mixin, and the module users import it from."""
+    """One namespace's strategy class: its base class, registry and mixin, and the module from which users import it."""
 
-    package: str  # the top-level package; the flavour is installed if this can be imported
+    package: str  # the top-level package; the flavour is installed if this package can be imported
     strategies: str  # the module with ModelParallelStrategy and the registry
-    registry: str  # the registry's name in `strategies`
+    registry: str  # the name of the strategy registry in `strategies`
     fabric: str  # the namespace's Fabric package
     mixin: type[TrainerMixin] | type[FabricMixin]
     public_module: str

@@ -19,11 +19,11 @@ class FirstGradients:
         self._fingerprints: dict[Tensor, Tensor] = {}
 
     def restart(self) -> None:
-        """Compare after the next backward again: a new run begins, or a module was added."""
+        """Compare again after the next backward; called when a run begins or a module is added."""
         self._is_checked = False
 
     def record(self, parameter: Tensor) -> None:
-        """Record the fingerprint of a complete gradient that is freed before `check`, if `check` is to compare it."""
+        """Record the fingerprint that `check` compares in place of a complete gradient that is freed before."""
         from weft.strategy import gradient_fingerprint
 
         is_replicated = any(placement.is_replicate() for placement in getattr(parameter, "placements", ()))

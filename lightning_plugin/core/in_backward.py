@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Overrides of these hooks could read gradients after the backward, when all gradients have been used and freed.
+# Overrides of these hooks could read gradients after the backward, when all gradients have been freed.
 _MODULE_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
@@ -13,8 +13,8 @@ def check_optimizer_in_backward(trainer: Any) -> None:
     """Raise ValueError for settings that need all gradients, or the old weights, after the backward."""
     if (reason := _reason(trainer)) is not None:
         raise ValueError(
-            f"optimizer_in_backward: {reason}, and gradients are used up as soon as they are complete; "
-            "leave that out, or pass optimizer_in_backward=False."
+            f"optimizer_in_backward: {reason}, but each gradient is freed as soon as it is complete and used; "
+            "change this setting, or pass optimizer_in_backward=False."
         )
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class InBackwardSteps:
-    """The optimizer of one strategy that steps inside the backward, between `start` and `stop`."""
+    """Makes one optimizer of a strategy step inside the backward, from `start` until `stop`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -29,7 +29,7 @@ class InBackwardSteps:
         return 0 if self._stepper is None else self._stepper.num_stepped
 
     def start(self, module: nn.Module, optimizer: Optimizer, clip_value: float | None = None) -> None:
-        """Make the optimizer step in the module's backwards, after clipping to +-`clip_value`; None: no clipping."""
+        """Make the optimizer step in the module's backwards; clip gradients to +-`clip_value` first, unless None."""
         from weft.strategy import StepInBackward
 
         engine = self._engine

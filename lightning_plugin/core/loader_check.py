@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-UNKNOWN = -1  # stands for an unknown length; lengths are gathered as integer tensors, which cannot hold None
+UNKNOWN = -1  # an unknown length; lengths are gathered as integer tensors, which cannot contain None
 
 
 class LoaderState(NamedTuple):
@@ -21,7 +21,7 @@ class LoaderState(NamedTuple):
     rank: the global rank.
     data_rank: the rank in the data group; ranks with equal data ranks get the same batches.
     pipeline_rank: the rank in the pipeline's group; 0 without a pipeline.
-    numbers: what is compared, such as a length; the caller defines the meaning.
+    numbers: the numbers to compare, such as a length; the caller defines their meaning.
     """
 
     rank: int
@@ -40,7 +40,7 @@ def loader_length(loader: Any) -> int:
 
 
 def has_reliable_length(loader: Any) -> bool:
-    """Return whether a loader's length is known and correct; that of an iterable data set may be wrong."""
+    """Return whether a loader's length is known and correct; the length of an iterable data set may be wrong."""
     return loader_length(loader) != UNKNOWN and not isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
@@ -72,14 +72,14 @@ def check_equal_states(
 ) -> None:
     """Raise ValueError if ranks that run every batch together differ in `key` of their numbers.
 
-    These are the ranks of a tensor-parallel group, the stages of a pipeline and, if `exchanged` is not None,
+    Such ranks are the ranks of a tensor-parallel group, the stages of a pipeline and, if `exchanged` is not None,
     data-parallel ranks.
 
     Args:
-        states: of all ranks that call this, in the same order on each, so that either all ranks raise or none.
+        states: of all ranks that call this function, in the same order on each, so that all ranks raise or none does.
         exchanged: the tensors that data-parallel ranks exchange in every batch, such as "gradients"; None: they
             exchange nothing, and may differ.
-        describe: returns a text on a rank's numbers, such as "has 5 batches".
+        describe: returns a text that describes a rank's numbers, such as "has 5 batches".
         loader_name: the subject of the error, such as "the training loader".
         advice: the remedy in the error.
         key: returns the value that must be equal, from a rank's numbers; by default the numbers themselves.
@@ -100,7 +100,7 @@ def check_equal_states(
 
 
 def _describe_groups(members: Sequence[LoaderState], describe: Callable[[tuple[int, ...]], str]) -> str:
-    """Return a text on the members; ranks with equal descriptions are listed together."""
+    """Return a text that describes the members; ranks with equal descriptions are listed together."""
     by_text: dict[str, list[int]] = {}
     for state in members:
         by_text.setdefault(describe(state.numbers), []).append(state.rank)
@@ -113,25 +113,25 @@ def _list_ranks(ranks: list[int]) -> str:
 
 
 def describe_length(numbers: tuple[int, ...]) -> str:
-    """Return a text on a loader's length, the first of its numbers."""
+    """Return a text that states a loader's length, the first of `numbers`."""
     length = numbers[0]
     return "has no length" if length == UNKNOWN else f"has {length} batch{'es' * (length != 1)}"
 
 
 def describe_next(numbers: tuple[int, ...]) -> str:
-    """Return a text on whether a loader has another batch; the first number is 1 if so."""
+    """Return a text that states whether a loader has another batch; the first of `numbers` is 1 if so."""
     return "has another batch" if numbers[0] else "has ended"
 
 
 class LockstepLoader:
     """Wraps a loader: before each batch, the ranks check that either all of them or none have another batch.
 
-    Otherwise it acts as the wrapped loader: its attributes are those of `loader`.
+    In all else it acts as the wrapped loader: its attributes are those of `loader`.
 
     Args:
         loader: the wrapped loader.
-        make_check: called at the start of each iteration. Returns a collective function that takes whether this rank
-            has another batch, and raises if ranks differ; or None, for an iteration without checks.
+        make_check: called when an iteration over the loader starts. Returns a collective function, which gets whether
+            this rank has another batch and raises if ranks differ; or None, for an iteration without checks.
     """
 
     __slots__ = ("_weft_loader", "_weft_make_check")

@@ -1,13 +1,13 @@
 """Sets up data loaders: keeps their order and compares their lengths between ranks.
 
 The ranks of a tensor-parallel group and the stages of a pipeline have the same data-parallel rank and get the same
-batches. Data-parallel ranks get different batches, and need the same number only if they exchange tensors in every
-batch.
+batches. Data-parallel ranks get different batches; they must run equally many batches only if they exchange tensors in
+every batch.
 
-Lengths are gathered when a loader is set up. The Trainer compares those of validation, test and prediction loaders at
-once; if those of training loaders differ, the next training step compares the numbers of batches that will run.
-If lengths are unknown or unreliable or, under Fabric, differ, a `LockstepLoader` checks before each batch that all
-ranks or none have another batch. With check_batches=0 and check_batches_every=0, nothing is compared.
+Lengths are gathered when a loader is set up. Under the Trainer, lengths of validation, test and prediction loaders are
+compared at once; if lengths of training loaders differ, the next training step compares the numbers of batches that
+will run. If lengths are unknown or unreliable or, under Fabric, differ, a `LockstepLoader` checks before each batch
+that all ranks or none have another batch. With check_batches=0 and check_batches_every=0, nothing is compared.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class FabricLoaders(Loaders):
     """The loaders of `fabric.setup_dataloaders`; the user's code loops over them."""
 
     def with_length_check(self, dataloader: Any, modules: Sequence[Module]) -> Any:
-        """Return a loader that checks before each batch that all ranks have one, unless lengths are known to be equal.
+        """Return a loader that checks before each batch that all ranks have it, unless lengths are known to be equal.
 
         Collective.
 
@@ -99,7 +99,7 @@ class FabricLoaders(Loaders):
     def _begin_loop(self, states: list[LoaderState], modules: Sequence[Module]) -> Any:
         """Start comparing a loop's batches; return the function that LockstepLoader calls before each batch, or None.
 
-        `states`: each has the loader's length on one rank as its number.
+        `states`: the states of all ranks; the number in each is the loader's length.
         """
         self.begin_epoch()
         is_sharded = any(isinstance(inner, FSDPModule) for module in modules for inner in module.modules())
@@ -121,7 +121,7 @@ class TrainerLoaders(Loaders):
         self._has_logged_order = False
 
     def prepare(self, trainer: Any) -> None:
-        """Disable Lightning's distributed sampler for one data-parallel rank; call it before loaders are set up."""
+        """Disable Lightning's distributed sampler on one data-parallel rank; call it before loaders are set up."""
         self._training_lengths_differ = False
         if self._engine.data_axes.size == 1:
             # Every rank gets all the data. Lightning's distributed sampler would shuffle any training data.

@@ -18,12 +18,12 @@ class MemoryMixin:
 
     On CPUs: "memory/total", and one value for each category of `weft.memory`, such as "memory/gradients". On CUDA
     devices: "memory/total", and "memory/allocated" and "memory/reserved" of torch's caching allocator. A peak covers
-    the time since the count began (CUDA: since the process started) or since `weft.memory.reset_peak(device)`. Each log
-    takes one collective.
+    the time since counting began (CUDA: since the process started) or since `weft.memory.reset_peak(device)`. Each log
+    runs one collective.
 
-    On CPUs, the run starts the count of `weft.memory` if it is off. Parameters and buffers that the count has not seen,
-    such as those of a model built in `__init__`, are added to "parameters" by their sizes; other earlier tensors are
-    counted only with WEFT_MEMORY=1.
+    On CPUs, the run starts the counting of `weft.memory` if it has not started. The sizes of parameters and buffers
+    that were created before, such as those of a model built in `__init__`, are added to "parameters"; other earlier
+    tensors are counted only with WEFT_MEMORY=1.
 
     Args:
         every_n_steps: the steps between two logs; the end of training is logged, too. None: the end of each epoch is
@@ -37,7 +37,7 @@ class MemoryMixin:
         self._every_n_steps = every_n_steps
         self._table: list[dict[str, int]] = []
         self._watch: memory.Watch | None = None
-        self._uncounted_bytes = 0  # of parameters and buffers
+        self._uncounted_bytes = 0  # of parameters and buffers created before counting began
         self._step = self._reported_step = -1
 
     def table(self) -> list[dict[str, int]]:
@@ -49,7 +49,7 @@ class MemoryMixin:
             RuntimeError: nothing was logged yet.
         """
         if not self._table:
-            raise RuntimeError("MemoryMonitor has no figures yet; ask for its table() after an epoch or a run.")
+            raise RuntimeError("MemoryMonitor has not logged yet; call table() after an epoch or a run.")
         return [dict(row) for row in self._table]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

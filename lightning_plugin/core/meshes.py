@@ -16,8 +16,8 @@ TENSOR_AXIS = "tensor_parallel"
 PIPELINE_AXIS = "pipeline_parallel"
 
 # (default group, device type, has_stages, sizes) -> mesh, and this rank's group along its data axes. The next run
-# reuses the mesh, because DTensors of this run are on it, and because each new mesh creates process groups that exist
-# until exit.
+# reuses the mesh, because the model's DTensors are on this mesh, and because each new mesh creates process groups that
+# exist until exit.
 _meshes: dict[tuple[Any, ...], tuple[DeviceMesh, dist.ProcessGroup]] = {}
 
 
@@ -27,7 +27,7 @@ def cached_mesh(stock: DeviceMesh, sizes: MeshSizes | None, has_stages: bool) ->
     Args:
         stock: the mesh of Lightning's ModelParallelStrategy, with the axes data_parallel and tensor_parallel; its
             data_parallel axis combines the pipeline axis and both data axes.
-        sizes: the sizes of all axes; None: those of `stock`.
+        sizes: the sizes of all axes; None: the sizes of `stock`.
         has_stages: whether there is a pipeline axis, even with one rank.
     """
     data_size, tensor_size = stock.shape

@@ -15,7 +15,7 @@ _configured: weakref.WeakSet[Any] = weakref.WeakSet()  # metrics whose group was
 def synchronize_metrics_over(group: dist.ProcessGroup, module: Module) -> None:
     """Have every metric inside a module synchronize over `group`, unless the user has given it a group."""
     torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is None:  # then the module holds none
+    if torchmetrics is None:  # without torchmetrics there are no metrics
         return
     for metric in module.modules():
         if isinstance(metric, torchmetrics.Metric) and (metric.process_group is None or metric in _configured):

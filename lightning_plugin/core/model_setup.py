@@ -21,9 +21,9 @@ def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None],
     """Make the ranks' values equal, then shard if there is a plan; return whether the module had meta tensors.
 
     Args:
-        engine: after `begin_run`.
-        module: the user's, built.
-        divide: cuts the module into stages; called only with pipeline_cuts.
+        engine: an engine on which `begin_run` has run.
+        module: the user's module, with all its layers.
+        divide: divides the module into stages; called only with pipeline_cuts.
         shard_options: `entry_points` and `root_is_unit` of `DataAxes.shard`.
     """
     synchronize_metrics_over(engine.data_group, module)

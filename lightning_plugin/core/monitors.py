@@ -12,7 +12,7 @@ def num_steps(trainer: Any, module: Any) -> int:
 
     Automatic optimization: the optimizer steps; manual: the batches.
     """
-    # With manual optimization the global step counts the steps of every optimizer.
+    # With manual optimization, Lightning's global step counts the steps of all optimizers.
     count: int = trainer.global_step if module.automatic_optimization else trainer.fit_loop.total_batch_idx + 1
     return count
 

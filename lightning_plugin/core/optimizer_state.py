@@ -4,8 +4,8 @@ torch's `get_optimizer_state_dict` runs `optimizer.step()` on an optimizer that 
 loading fails on a checkpoint without state (SGD without momentum; anything saved before the first step).
 
 The format by name is torch's: {"state": {parameter name: {"exp_avg": Tensor, ...}}, "param_groups": [{"params":
-[names], "lr": ..., ...}]}. State of a parameter that is a DTensor is either a DTensor of the same global shape and
-placements or a plain tensor, such as a step count.
+[names], "lr": ..., ...}]}. If a parameter is a DTensor, a tensor of its state is either a DTensor of the same global
+shape and placements or a plain tensor, such as a step count.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 class FullModel:
     """Describes the full model whose stages the ranks of a pipeline hold.
 
-    parameter_names: as `parameter_names` returned them before the division into stages, in the model's order.
-    pipeline_group: the ranks that hold its stages, including this rank.
+    parameter_names: the names that `parameter_names` returned before the division into stages, in the model's order.
+    pipeline_group: the ranks that hold the model's stages, including this rank.
     """
 
     parameter_names: tuple[str, ...]
@@ -63,7 +63,7 @@ def unwrapped(name: str) -> str:
 
 
 def merge_parameter_groups(state: dict[str, Any], pipeline_group: dist.ProcessGroup) -> None:
-    """Extend the groups of a state keyed by parameter names, in place, to the parameters of all stages; collective."""
+    """Add the parameters of all stages to the groups of a state keyed by parameter names, in place; collective."""
     local_groups = [group["params"] for group in state["param_groups"]]
     groups_of_stages: list[Any] = [None] * pipeline_group.size()
     dist.all_gather_object(groups_of_stages, local_groups, group=pipeline_group)
@@ -83,7 +83,7 @@ def rekey_by_name(
 
     Args:
         saved: the state dict of an optimizer; returned unchanged if its keys are names.
-        module, optimizer: of this rank's stages.
+        module, optimizer: the module and the optimizer of this rank's stages.
         full_model: the model of all stages.
 
     Raises:
@@ -119,7 +119,7 @@ def _check_group_sizes(saved: list[int], present: list[int]) -> None:
 
 
 def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state by parameter name, in the format above.
+    """Return the optimizer's state by parameter name, in the format of the module's docstring.
 
     Collective at zero_stage 1, which gathers the states that it shards.
     """
@@ -238,14 +238,15 @@ def _shard_like(value: Tensor, parameter: Tensor, sharded: ShardedStates | None)
 
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         value = shard_like(value, parameter)
-    # A copy, so that the flat shard does not keep the rest of its storage alive.
+    # Cloned, so that the flat shard does not keep the rest of its storage alive.
     return value if sharded is None else sharded.local_flat_shard(parameter, local_shard(value)).clone()
 
 
 def load_sharded_state(folder: Path, key: str, module: torch.nn.Module, optimizer: Optimizer) -> None:
     """Load the optimizer saved as `key` in a directory of torch.distributed.checkpoint; collective.
 
-    The directory's metadata lists the tensors to read; torch would derive them from an optimizer that has made a step.
+    The tensors to read are listed in the directory's metadata; torch would derive them from an optimizer's state, which
+    does not exist before its first step.
     """
     metadata = dcp.FileSystemReader(folder).read_metadata()
     parameter_of_name = {name: parameter for parameter, name in parameter_names(module).items()}
@@ -273,7 +274,7 @@ def _empty_like_saved(name: str, entry: Any, parameter: Tensor | None) -> Any:
         entry: the metadata of the state or option.
         parameter: the parameter that has the state; None for an option.
     """
-    if not hasattr(entry, "size"):  # an object
+    if not hasattr(entry, "size"):  # the metadata of an object
         return None
     # A state of the parameter's shape is sharded like the parameter. A step count is not, although its shape () equals
     # that of a scalar parameter.

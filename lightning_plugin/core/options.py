@@ -1,7 +1,7 @@
-"""The options of weft's strategies: declared and documented once, and validated before any process is started.
+"""Declares, documents and validates the options of weft's strategies; validation runs before processes are started.
 
-The Trainer's strategy takes Lightning's own options (`StockOptions`), then those of `Options`. Fabric's strategy takes
-`parallelize_fn` (`FabricOptions`) before them, and omits the options in `TRAINER_ONLY`.
+The Trainer's strategy has Lightning's own options (`StockOptions`), then those of `Options`. Fabric's strategy has
+`parallelize_fn` (`FabricOptions`) before these, and omits the options in `TRAINER_ONLY`.
 `weft._plugin.signatures` makes their signatures and docstrings from these classes.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weft.strategy.planning.layout import MeshSizes, Sizes
 
 ZERO_STAGES = (0, 1, 2, 3)
-# Fabric's user splits batches in `pipeline_step`, and the model that is set up is the one that is divided.
+# Under Fabric, arguments of `pipeline_step` replace two of these options, and the module that is set up is divided.
 TRAINER_ONLY = frozenset({"pipeline_module", "split_batch", "micro_batch_weight"})
 _SEVERAL_STAGES = ("interleaved", "looped_bfs")  # schedules with several stages on a rank
 _DEFAULT_SIZES = {
@@ -34,11 +34,11 @@ _FLAGS = ("fused_optimizers", "empty_init", "activation_offload", "sequence_para
 
 @dataclass(frozen=True)
 class FabricOptions:
-    """The option that Fabric's ModelParallelStrategy has and the Trainer's has not.
+    """The option that only Fabric's ModelParallelStrategy has.
 
     Attributes:
-        parallelize_fn: as in ModelParallelStrategy, and optional: `(model, device_mesh) -> model`, called before the
-            plan is applied.
+        parallelize_fn: as in ModelParallelStrategy, but optional: a function (model, device_mesh) -> model, called
+            before the plan is applied.
     """
 
     parallelize_fn: Callable[[Module, Any], Module] | None = None
@@ -73,25 +73,25 @@ class Options:
     """The options of weft's strategies beyond Lightning's own.
 
     Attributes:
-        plan: a plan as `weft.parallelize` takes it, applied to the parameters that are not DTensors yet. The Trainer
-            needs no `configure_model` then, and calls it first if it is overridden. None: as in
+        plan: a plan as in `weft.parallelize`, applied to the parameters that are not DTensors yet. With a plan, a
+            LightningModule needs no `configure_model`; if there is one, it runs before the plan is applied. None: as in
             ModelParallelStrategy, the user's code does all the sharding.
         check_batches: the number of first batches of each loop (training, validation, ...) that are compared between
             the ranks of a tensor-parallel group and between the stages of a pipeline. The first batch of each training
             epoch (under Fabric: of each loop over a loader) and the lengths of loaders are compared as well, unless
             check_batches and check_batches_every are 0.
-        check_batches_every: compare every N-th batch as well; 0: no others.
+        check_batches_every: N, to compare every N-th batch of each loop as well; 0: no others.
         fused_optimizers: make Adam, AdamW, SGD and, on CPUs, Adagrad use fused kernels without temporaries, unless
             `foreach` or `fused` was set; changes are logged. False: change no optimizer.
         empty_init: with a plan, parameters created in `configure_model` or inside `init_module(empty_init=True)` are
             deferred: applying the plan materializes only the shards of each rank, with the values of an unsharded
             model. False: as in ModelParallelStrategy, where every rank first builds the full model.
         optimizer_in_backward: step each parameter as soon as its gradient is complete, and free the gradient, so that
-            one gradient is alive at a time; under Fabric, call `step()` after each backward. For one Adam, AdamW or
-            SGD; features that need all gradients at once raise ValueError. "rows": also step the weights of fused MLPs
-            some rows at a time; not with data parallelism.
+            one gradient is in memory at a time; under Fabric, call `step()` after each backward. Supports one
+            optimizer, Adam, AdamW or SGD; features that need all gradients at once raise ValueError. "rows": also step
+            the weights of fused MLPs some rows at a time; not with data parallelism.
         activation_checkpointing: "none"; "full": each repeated block saves only its inputs for the backward, which
-            recomputes the forward; "selective": it also saves the results of matrix products, attention and
+            recomputes the forward; "selective": each block also saves the results of matrix products, attention and
             communication; or a pattern of module names, a list of them, or a dict from pattern to "full" or
             "selective".
         activation_offload: keep the inputs of checkpointed modules in CPU memory until the backward; only on CUDA
@@ -99,25 +99,26 @@ class Options:
         data_replicate_size: the number of replicas of the model, each sharded over the other axes; "auto": the ranks
             that the other sizes leave.
         zero_stage: what is sharded over the data-parallel axis. 3: parameters, gradients and optimizer states (FSDP2,
-            the gathered parameters of each unit freed after its forward); 2: the same, but they are freed after the
-            unit's backward; 1: only the optimizer states; 0: nothing. None: 3 with a plan or `pipeline_cuts`; without
-            these, the user's code does all the sharding.
+            which frees the gathered parameters of each unit after its forward); 2: the same, but the gathered
+            parameters are freed after the unit's backward; 1: only the optimizer states; 0: nothing. None: 3 with a
+            plan or `pipeline_cuts`; without these, the user's code does all the sharding.
         layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; omitted axes have one rank.
         sequence_parallel: with a plan, also shard the tokens over the tensor-parallel ranks between the layers that are
             sharded by features: in norms, residual sums and dropout, and in their saved activations.
-        pipeline_cuts: the names of the first module of each stage but the first, in the divided module or in the
+        pipeline_cuts: a list of names, the first module of each stage after stage 0, in the divided module or in the
             LightningModule; or "auto", see `weft.strategy.pipeline.AutoCuts`. The Trainer runs `training_step` and the
             other steps once for each micro-batch (code before the call of the divided module on every stage, code after
             it on the last stage), and combines logs and results; under Fabric, `pipeline_step` trains the model. None:
             no pipeline.
-        pipeline_module: the name of the divided module, such as "model"; all modules beside it are on the last
+        pipeline_module: the name of the divided module, such as "model"; all modules outside of it are on the last
             stage. "": the LightningModule itself, whose steps call self(...). None: the child that contains the cuts,
             else "".
-        pipeline_parallel_size: the number of ranks of a pipeline, each with one stage or, with more cuts, several; in
-            `layout` the size "pp", as in "pp2,dp2,tp2".
+        pipeline_parallel_size: the number of ranks of a pipeline, each with one stage or, with more cuts, several. In
+            `layout`, it is the size "pp", as in "pp2,dp2,tp2".
         pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
             `weft.strategy.pipeline.Schedule`.
-        num_micro_batches: micro-batches per batch; None: the number of a `Schedule`, else twice the pipeline's ranks.
+        num_micro_batches: micro-batches per batch; None: the number of a given `Schedule`, else twice the number of the
+            pipeline's ranks.
         micro_batch_shares: the relative sizes of micro-batches instead of their number, such as [1, 2, 1]; None: as
             even as possible.
         split_batch: a function that splits a batch into a number of micro-batches; None: along dim 0 of the tensors.
@@ -157,13 +158,13 @@ class Options:
 
     @property
     def is_stock(self) -> bool:
-        """Return whether sizes have the same meaning as in ModelParallelStrategy."""
+        """Return whether the sizes of axes have the same meaning as in ModelParallelStrategy."""
         are_sizes_stock = self.layout is None and self.data_replicate_size == 1 and self.pipeline_parallel_size == 1
         return self.plan is None and self.zero_stage is None and are_sizes_stock and self.pipeline_cuts is None
 
     @property
     def needs_plan(self) -> bool:
-        """Whether the other options require a plan; if none is given, one without rules is applied."""
+        """Whether other options require a plan; if `plan` is None, a plan without rules is then applied."""
         return self.zero_stage is not None or self.has_stages
 
     @property
@@ -204,8 +205,8 @@ class Options:
         check_checkpoint_spec(owner, self.activation_checkpointing)
         if self.activation_offload and self.activation_checkpointing == "none":
             raise ValueError(
-                f"{owner} got activation_offload=True without activation checkpointing, whose saved inputs it moves; "
-                "pass activation_checkpointing='full' or 'selective', too."
+                f"{owner} got activation_offload=True without activation checkpointing, and only inputs of "
+                "checkpointed modules are offloaded; pass activation_checkpointing='full' or 'selective', too."
             )
         if self.zero_stage is not None and (isinstance(self.zero_stage, bool) or self.zero_stage not in ZERO_STAGES):
             raise ValueError(
@@ -308,10 +309,10 @@ class Options:
         try:
             if self.layout is None:
                 return Sizes(*given.values())
-            beside = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULT_SIZES[name]]
-            if beside:
+            further = [f"{name}={value!r}" for name, value in given.items() if value != _DEFAULT_SIZES[name]]
+            if further:
                 raise ValueError(
-                    f"got layout={self.layout!r}, which gives the sizes of all axes, and also {' and '.join(beside)}; "
+                    f"got layout={self.layout!r}, which gives the sizes of all axes, and also {' and '.join(further)}; "
                     "leave these out, or write them into the layout."
                 )
             return Sizes.parse(self.layout)
@@ -325,7 +326,7 @@ def check_rows_on_one_data_rank(owner: str, sizes: MeshSizes) -> None:
     if num_data > 1:
         raise ValueError(
             f"{owner} got optimizer_in_backward='rows' with {num_data} data-parallel ranks, over which full gradients "
-            "are averaged; pass True, or tensor-parallel ranks alone."
+            "are averaged; pass True, or a layout without data-parallel ranks."
         )
 
 
@@ -342,7 +343,8 @@ def resolve_sizes(owner: str, sizes: Sizes, num_processes: int, num_nodes: int) 
     """Return the mesh's sizes for `num_processes` processes on each of `num_nodes` hosts.
 
     Raises:
-        RuntimeError: the sizes do not fit. ModelParallelStrategy raises the same type, but after launching.
+        RuntimeError: the sizes do not fit the number of processes. ModelParallelStrategy raises the same type, but only
+            after processes are launched.
     """
     num_ranks = num_processes * num_nodes
     try:

@@ -1,9 +1,9 @@
 """Runs user code that computes with parameters outside of a forward: steps, and the hooks around gradients.
 
-On one device such code reads `self.parameters()` as plain tensors: a penalty on weights, a norm for the log. Here it
-runs inside `weft.strategy.local_parameters`, which gives the same values. If the model is divided into stages, a rank
-has only the parameters of its own stages: `parameters()` of a module with layers on other stages (an incomplete module)
-raises ValueError in a step, and warns in a gradient hook.
+On one device, such code reads `self.parameters()` as plain tensors: a penalty on weights, a norm for the log. With
+weft, the code runs inside `weft.strategy.local_parameters`, which gives the same values. If the model is divided into
+stages, a rank has only the parameters of its own stages: `parameters()` of a module with layers on other stages (an
+incomplete module) raises ValueError in a step, and warns in a gradient hook.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-# Methods of the Trainer's precision plugin. The first calls on_after_backward, the second on_before_optimizer_step and
-# gradient clipping.
+# Methods of the Trainer's precision plugin: `post_backward` calls the hook on_after_backward, and `_after_closure`
+# calls on_before_optimizer_step and gradient clipping.
 CALL_GRADIENT_HOOKS = ("post_backward", "_after_closure")
 
 
@@ -34,7 +34,7 @@ def run_step(step: Callable[..., Any], module: nn.Module | None, *args: Any, **k
 def with_local_parameters(method: Callable[..., Any], module: nn.Module | None) -> Callable[..., Any]:
     """Return `method` wrapped to run inside `local_parameters`, in which steps also run.
 
-    module: the LightningModule with stages, whose `parameters()` warns inside, or None.
+    module: the LightningModule with stages, whose `parameters()` then warns, or None.
     """
     from weft.strategy import local_parameters
 
@@ -48,15 +48,15 @@ def with_local_parameters(method: Callable[..., Any], module: nn.Module | None) 
 
 def _raise_incomplete(name: str) -> None:
     raise ValueError(
-        f"a step asked for the parameters of {_module_text(name)}, and with pipeline_cuts a rank has only those of "
+        f"a step called parameters() of {_module_text(name)}, and with pipeline_cuts a rank has only the parameters of "
         "its own stages; use the optimizer's weight_decay instead of a penalty, or a layout without 'pp'."
     )
 
 
 def _warn(name: str) -> None:
     warnings.warn(
-        f"weft: a hook around gradients asked for the parameters of {_module_text(name)}, and with pipeline_cuts it "
-        "gets only those of this rank's own stages; gradient_clip_val logs the norm of all gradients as gradient_norm.",
+        f"weft: a gradient hook called parameters() of {_module_text(name)}, and with pipeline_cuts it gets only the "
+        "parameters of this rank's own stages; gradient_clip_val logs the norm of all gradients as gradient_norm.",
         stacklevel=4,
     )
 

@@ -27,7 +27,7 @@ class ParameterReplacements:
         """Replace an optimizer's parameters by the modules' current ones; its groups keep their options.
 
         Raises:
-            RuntimeError: the optimizer has state of the original parameters, which has their sizes.
+            RuntimeError: the optimizer has state of original parameters, whose shapes no longer fit.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         stale = [parameter for parameter in parameters if parameter in self._new]
@@ -36,7 +36,7 @@ class ParameterReplacements:
         if any(parameter in optimizer.state for parameter in stale):
             raise RuntimeError(
                 f"{type(optimizer).__name__} has state of {len(stale)} parameters that sharding has replaced; "
-                "set it up before its first step, or make it after the model was set up."
+                "set the optimizer up before its first step, or create it after the model was set up."
             )
         for group in optimizer.param_groups:
             group["params"] = [self._new.get(parameter, parameter) for parameter in group["params"]]

@@ -25,12 +25,12 @@ class PipelineTarget:
 def find_target(
     owner: str, module: Any, given: str | None, cuts: Sequence[str] | None, num_stages: int
 ) -> PipelineTarget:
-    """Return the name of the module to cut and its cuts, the same on every rank; changes nothing.
+    """Return the name of the module to divide and its cuts, the same on every rank; changes nothing.
 
-    Cuts are names in the divided module, or in the LightningModule. Without `given`, the module is the child that
-    has a forward of its own and contains all cuts. It is the LightningModule itself if no child contains them, or if
-    the LightningModule's forward can call layers that are registered before that child. If weft chooses the cuts, the
-    module needs at least `num_stages` layers.
+    Cuts are names in the divided module, or in the LightningModule. Without `given`, the divided module is the child
+    that has a forward of its own and contains all cuts. It is the LightningModule itself if no child contains all cuts,
+    or if the LightningModule's forward can call layers that are registered before that child. If weft chooses the cuts,
+    the divided module needs at least `num_stages` layers.
 
     Args:
         owner: the name of the strategy, for errors.
@@ -40,11 +40,11 @@ def find_target(
         num_stages: the number of stages, if weft chooses the cuts.
 
     Raises:
-        ValueError: an unknown module or cut, or no module or several modules contain all cuts.
+        ValueError: a module or cut is unknown, or no module contains all cuts, or several do.
     """
     from weft.strategy.pipeline import find_staged
 
-    if given is None and (found := find_staged(module)) is not None:  # an earlier run has cut the module
+    if given is None and (found := find_staged(module)) is not None:  # an earlier run has divided the module
         given = found[0]
     if given is None:
         given = _infer_name(owner, module, cuts, num_stages)
@@ -58,8 +58,8 @@ def find_target(
         ) from None
     if given == "" and not _is_network(module):
         raise ValueError(
-            f"{owner} is to cut {type(module).__name__} itself, which has no forward of its own; write a forward that "
-            "calls its layers, and call self(...) in its steps."
+            f"{owner} is to divide {type(module).__name__} itself, which has no forward of its own; write a forward "
+            "that calls its layers, and call self(...) in its steps."
         )
     if cuts is None:
         return PipelineTarget(given, None)
@@ -72,7 +72,7 @@ def find_target(
 
 
 def _infer_name(owner: str, module: Any, cuts: Sequence[str] | None, num_stages: int) -> str:
-    """Return the name of the module to cut; raises ValueError if none, or several, are possible."""
+    """Return the name of the module to divide; raises ValueError if no module, or several, are possible."""
     children = dict(_callable_children(module))
     if cuts:
         holders = [name for name, child in children.items() if _contains_all(name, cuts, _names(child))]
@@ -107,20 +107,20 @@ def _why_not_inferred(owner: str, module: Any, cuts: Sequence[str] | None, holde
     if not cuts:
         return (
             f"{owner} got {shown}, and no module of {name} has a forward of its own and as many layers with parameters "
-            "as stages; pass the name of the module to cut as pipeline_module, or use fewer stages."
+            "as stages; pass the name of the module to divide as pipeline_module, or use fewer stages."
         )
     in_children = {cut for _, child in module.named_children() for cut in cuts if cut in _names(child)}
     unknown = next((cut for cut in cuts if cut not in _names(module) and cut not in in_children), None)
     if unknown is not None:
         return f"{owner} got {shown}, and {name} has no module {unknown!r}; {nearest_text(unknown, _names(module))}."
     return (
-        f"{owner} got {shown}, and neither {name}, by a forward of its own, nor one of its modules calls all of these; "
-        "pass the name of the module to cut as pipeline_module."
+        f"{owner} got {shown}, and neither a forward of {name} itself nor that of one of its modules calls all of "
+        "these; pass the name of the module to divide as pipeline_module."
     )
 
 
 def _name_inside(name: str, cut: str, names: Collection[str]) -> str:
-    """Return `cut` as one of the `names` inside the module `name`: without the prefix `name.`, if it has it."""
+    """Return `cut` as one of the `names` inside the module `name`: without the prefix `name.`, if `cut` has it."""
     return cut if cut in names or not name else cut.removeprefix(f"{name}.")
 
 
@@ -146,7 +146,7 @@ def _callable_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _has_layers_before(module: nn.Module, name: str) -> bool:
-    """Return whether modules with parameters were registered before a child; a forward may call them first."""
+    """Return whether modules with parameters were registered before the child `name`; a forward may call them first."""
     for other, child in module.named_children():
         if other == name:
             return False

@@ -15,7 +15,7 @@ def check_world_size(num_processes: int) -> None:
     if dist.is_initialized() and dist.get_world_size() != num_processes:
         raise ValueError(
             f"this process is a rank of a group of {dist.get_world_size()} and cannot join one of {num_processes}: "
-            "run each device count in a process tree of its own (one script run per count)."
+            "run the script once for each number of devices."
         )
 
 
@@ -24,7 +24,7 @@ def destroying_group_at_exit() -> Iterator[None]:
     """If the default group is created inside, destroy it at a clean interpreter exit; leave an existing one alone."""
     existed = dist.is_initialized()
     yield
-    guard().take_excepthook()
+    guard().install_excepthook()
     if not existed and dist.is_initialized():
         made = dist.group.WORLD
         guard().on_clean_exit(lambda: _destroy(made))

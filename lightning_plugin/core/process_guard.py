@@ -8,10 +8,10 @@ A rank blocked in a collective runs no Python in its main thread, so neither sig
 exceptions reach it. The guard uses means that still work then: a daemon thread (collectives release the GIL), the
 wake-up pipe that CPython's C-level signal handler writes to, and the kernel's parent-death signal.
 
-    rank 0 is killed           -> the kernel kills the children (PR_SET_PDEATHSIG); off Linux their own guards end them
+    rank 0 is killed           -> the kernel kills the children (PR_SET_PDEATHSIG); without Linux, the children's guards
     a child fails              -> the guard of rank 0 ends the tree after CHILD_GRACE_SECONDS
-    SIGINT or SIGTERM in a run -> Python's handlers first; after SIGNAL_GRACE_SECONDS the guard ends the tree
-    an exception on rank 0     -> the traceback, then the children are ended at exit
+    SIGINT or SIGTERM in a run -> Python's handlers run; after SIGNAL_GRACE_SECONDS the guard ends the tree
+    an exception on rank 0     -> rank 0 prints the traceback and kills the children at its exit
     an exception on a child    -> the child exits without waiting for other ranks: see "a child fails"
 
 Ranks that raise the same error print one traceback: see `error_reports.py`.
@@ -69,7 +69,7 @@ class ProcessGuard:
         self._reports: ErrorReports | None = None
         self._excepthooks: list[Callable[..., object]] = []  # each was installed before this guard's hook
         self._excepthook_depth = 0
-        self.take_excepthook()
+        self.install_excepthook()
         os.register_at_fork(after_in_child=self._forget_in_fork)
         atexit.register(self._at_exit)
         threading.Thread(target=self._watch, name="weft-process-guard", daemon=True).start()
@@ -81,10 +81,10 @@ class ProcessGuard:
     def watch_parent(self, pid: int) -> None:
         """End this process when its parent, the process `pid`, has ended."""
         if sys.platform == "linux":
-            # The kernel kills at once, even a process that is stopped or holds the GIL.
+            # The kernel kills this process at once, even if it is stopped or a thread holds the GIL.
             if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
                 raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-        if os.getppid() != pid:  # the parent ended before the request was in force
+        if os.getppid() != pid:  # the parent ended before prctl took effect
             os._exit(1)
         self._parent_pid = pid
 
@@ -100,20 +100,20 @@ class ProcessGuard:
         self._failed = failed
 
     def print_errors_once(self, reports: ErrorReports | None) -> None:
-        """From now on, print one line for an error that is in `reports` already; None: always the traceback."""
+        """From now on, print one line for an error that `reports` contains; None: always print the traceback."""
         self._reports = reports
 
-    def take_excepthook(self) -> None:
-        """Install this guard's hook over newer hooks, so that it decides whether they print.
+    def install_excepthook(self) -> None:
+        """Install this guard's hook as sys.excepthook; it decides whether the previous hook prints.
 
-        Creating a process group installs a hook that makes earlier hooks print into a buffer.
+        Call this method again after a process group is created, which installs another hook over this one.
         """
         if sys.excepthook != self._excepthook:
             self._excepthooks.append(sys.excepthook)
             sys.excepthook = self._excepthook
 
     def on_clean_exit(self, function: Callable[[], None]) -> None:
-        """Call `function` at interpreter exit, unless the process failed: other ranks may have exited then."""
+        """Call `function` at interpreter exit, unless this process failed: other ranks may have exited in that case."""
         self._on_clean_exit.append(function)
 
     def _watch(self) -> None:
@@ -144,7 +144,7 @@ class ProcessGuard:
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = True
-        # A hook that was installed over this one may call it back: the next older hook runs then.
+        # A hook that was installed over this one may call this one back: then the next older hook runs.
         is_outermost = self._excepthook_depth == 0
         hook = self._excepthooks[max(0, len(self._excepthooks) - 1 - self._excepthook_depth)]
         self._excepthook_depth += 1
@@ -162,8 +162,8 @@ class ProcessGuard:
         if self._failed:
             self._ending = True
             self._kill_children(after=CHILDREN_EXIT_SECONDS)
-            # Destroying the group would join threads that may wait for ranks that have exited. Code that runs after
-            # this handler may wait for them, too.
+            # Destroying the group would join threads that may wait for ranks that have exited. Exit handlers that run
+            # after this one may wait for such ranks, too.
             from weft._collectives import exit_after
 
             exit_after(timedelta(seconds=FAILED_EXIT_SECONDS), self._status)
@@ -218,7 +218,7 @@ _guard_lock = threading.Lock()
 
 
 def guard() -> ProcessGuard:
-    """Return the guard of this process, made at first use. A rank that a weft launcher started watches its parent."""
+    """Return this process's guard, made at first use; if weft's launcher started this rank, it watches the parent."""
     global _guard  # noqa: PLW0603  (a process has one set of signals, one exit and one parent)
     with _guard_lock:
         if _guard is None:
@@ -234,6 +234,6 @@ def guard() -> ProcessGuard:
 
 
 def watch_launcher() -> None:
-    """Make the guard if a weft launcher started this process; else do nothing."""
+    """Create the guard if a weft launcher started this process."""
     if LAUNCHER_PID_VARIABLE in os.environ:
         guard()

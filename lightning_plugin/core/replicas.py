@@ -1,7 +1,7 @@
-"""Keeps replicas equal: replicated values along every axis, and random numbers of ranks with the same data.
+"""Keeps replicas equal: values that are replicated along an axis, and random numbers of ranks with the same data.
 
-Functions that broadcast values or states are collective over a group or a mesh, and broadcast from its first rank. With
-one rank they do nothing.
+Functions that broadcast values or states are collective over a group or a mesh, and broadcast from its first rank. On a
+single rank they do nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def broadcast_values(
 ) -> None:
     """Broadcast every parameter and buffer from the first rank along each axis (of `axes`) that does not shard it.
 
-    Tensors are broadcast one at a time, through `device`, because the groups' backends work there. Deferred and meta
+    Tensors are broadcast one at a time from and to `device`, for which the groups have a backend. Deferred and meta
     tensors, which have no values yet, are skipped.
     """
     for axis in (mesh.mesh_dim_names or ()) if axes is None else axes:
@@ -84,7 +84,7 @@ def materialized_bytes(module: torch.nn.Module) -> int:
 def broadcast_random_state(group: dist.ProcessGroup, device: torch.device) -> None:
     """Broadcast the states of Python's, numpy's and torch's random generators from the first rank of `group`.
 
-    States are copied, not seeds, so that the first rank draws the same numbers as on its own. `seed_everything`'s
+    States are broadcast rather than seeds, so that the first rank's random numbers do not change. `seed_everything`'s
     environment variables are broadcast, too: data loaders and samplers read their seeds from them.
     """
     if group.size() == 1:
@@ -109,7 +109,7 @@ def random_state_of_first_rank(
     broadcast_random_state(data_group, device)
     shared_state = _random_state(device)
     yield
-    # Decided for each generator: one with the first rank's state is not reset, and has advanced by the numbers drawn.
+    # Each generator is considered separately: one that had the first rank's state keeps its advanced state.
     differing = {name: state for name, state in local_state.items() if not _is_same(state, shared_state[name])}
     _set_random_state({**_random_state(device), **differing}, device)
 
@@ -149,8 +149,8 @@ def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
 def seed_workers_by_data_rank(dataloader: Any, worker_init_function: Any, data_rank: int) -> None:
     """Seed a loader's workers by data rank if `seed_everything(workers=True)` asks for seeded workers.
 
-    Lightning seeds them by global rank, with `worker_init_function` (its `pl_worker_init_function`). A function
-    that the user has set is kept.
+    Lightning seeds workers by global rank, with `worker_init_function` (its `pl_worker_init_function`). A function that
+    the user has set is kept.
     """
     current = getattr(dataloader, "worker_init_fn", worker_init_function)
     is_lightnings = isinstance(current, partial) and current.func is worker_init_function

@@ -1,7 +1,7 @@
-"""Makes `__init__` of the classes that users construct: explicit signatures, docstrings, and errors with class names.
+"""Makes `__init__` of the classes that users construct: explicit signature, docstring, errors with the class's name.
 
-These classes are made from mixins (`factory.py`), and Python's own errors would name the mixin. LightningCLI and
-`inspect` read the signatures, so there is no `**kwargs`.
+These classes are made from mixins (`factory.py`), and Python's own errors would name the mixin. Signatures have no
+`**kwargs`, because LightningCLI and `inspect` read them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def init_of_options(
         class_name: for errors.
         configure: called with the new object and an instance of each dataclass.
         groups: the dataclasses; all fields have defaults.
-        omitted: fields that are not arguments, and keep their defaults.
+        omitted: names of fields that are not arguments and keep their defaults.
     """
     names = [[field.name for field in dataclasses.fields(group) if field.name not in omitted] for group in groups]
     parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]

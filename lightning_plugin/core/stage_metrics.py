@@ -15,8 +15,8 @@ from torch.nn import Module
 class StageMetrics:
     """Makes `compute` of each metric in a module return the last stage's value on every stage.
 
-    module: the LightningModule, whose metrics are handled.
-    excluded: the modules of the model in stages; metrics among them are not handled.
+    module: the LightningModule that contains the metrics.
+    excluded: the modules of the model in stages; metrics among them are left unchanged.
     broadcast_from_last_stage: calls a function on the last stage and returns its result on every stage; collective.
     """
 
@@ -32,7 +32,7 @@ class StageMetrics:
                 self._wrap_compute(metric)
 
     def _wrap_compute(self, metric: Any) -> None:
-        # The wrapper of an earlier run may still be installed.
+        # The wrapper of an earlier run may still be installed; `_weft_own` is the method that it wraps.
         original = getattr(metric.compute, "_weft_own", metric.compute)
 
         def compute(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ class StageMetrics:
 
     @contextlib.contextmanager
     def local_only(self) -> Iterator[None]:
-        """Inside, compute metrics on this rank only: for steps, which not every stage runs to the end."""
+        """Inside, compute metrics on this rank only; used in steps, of which only the last stage runs all code."""
         before, self._is_local_only = self._is_local_only, True
         try:
             yield
@@ -56,7 +56,7 @@ class StageMetrics:
 
     @contextlib.contextmanager
     def updates_disabled(self) -> Iterator[None]:
-        """Inside, do not update metrics: for calls of a step that do not run the last stage."""
+        """Inside, do not update metrics; used in calls of a step that do not run the last stage."""
         names = ("update", "forward")
         replaced = [
             (vars(metric), {n: vars(metric)[n] for n in names if n in vars(metric)})

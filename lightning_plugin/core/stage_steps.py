@@ -32,12 +32,12 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class StageSteps:
-    """The steps of one run. Until `end`, the module's `example_input_array` is None: summaries would call the module.
+    """The steps of one run. Until `end`, `example_input_array` is None, so that model summaries do not call the module.
 
-    engine: of the strategy; has divided the model.
+    engine: the strategy's engine, which has divided the model.
     module: the LightningModule, on its final device.
-    last_stage_modules: the modules beside the divided one.
-    is_fitting: whether the steps run backwards, in which gradients of `last_stage_modules` are averaged.
+    last_stage_modules: the modules outside of the divided one.
+    is_fitting: whether the run trains; training steps then average the gradients of `last_stage_modules`.
     """
 
     def __init__(self, engine: Engine, module: Any, last_stage_modules: LastStageModules, is_fitting: bool) -> None:
@@ -54,10 +54,10 @@ class StageSteps:
         if self.pipeline.model is module:
             attach_trainer(module)
         self._deferred_gradients: DeferredGradients | None = None
-        self._reducer = self._reducer_beside_stages() if is_fitting else None
+        self._reducer = self._reducer_outside_stages() if is_fitting else None
 
-    def _reducer_beside_stages(self) -> GradientReducer | None:
-        """Return a reducer for the parameters beside the stages, which FSDP2 skips; None if none is needed."""
+    def _reducer_outside_stages(self) -> GradientReducer | None:
+        """Return a reducer for parameters outside of the stages, which FSDP2 does not reduce; None: none is needed."""
         parameters = list(self.last_stage_modules.parameters.values())
         if not parameters or not self._engine.data_axes.shards_parameters:
             return None
@@ -83,7 +83,7 @@ class StageSteps:
         Args:
             loop: "training", which also runs backwards, "validation", "test" or "prediction".
             step: the module's step of this loop.
-            args, kwargs: the step's arguments, the batch first.
+            args, kwargs: the step's arguments; the batch is the first.
         """
         self._engine.stages.check_batch(loop, args[0])
         options, pipeline = self._engine.options, self.pipeline
@@ -151,7 +151,7 @@ class _MicroBatchStep:
 
     def __init__(self, steps: StageSteps, micro_batches: Sequence[Any], step: Callable[[Any], Any]) -> None:
         self.micro_batches = micro_batches
-        self.outputs: dict[int, Any] = {}  # on the last stage, by micro-batch: results, in training without losses
+        self.outputs: dict[int, Any] = {}  # results by micro-batch, on the last stage only; in training, without losses
         self.loss_dtype = torch.get_default_dtype()
         self._steps = steps
         self._step = step
@@ -171,7 +171,7 @@ class _MicroBatchStep:
             return steps.logs.run_micro_batch(idx, lambda: self._step(micro_batch))
 
     def loss(self, micro_batch: Any) -> Any:
-        """Run the step; return its loss, and keep the rest of its result in `outputs`."""
+        """Run the step; return its loss, and store the rest of its result in `outputs`."""
         output = self(micro_batch)
         if isinstance(output, dict):
             rest = {key: item for key, item in output.items() if key != "loss"}
@@ -179,8 +179,8 @@ class _MicroBatchStep:
             output = output.get("loss")
         if not isinstance(output, Tensor) or output.numel() != 1:
             raise TypeError(
-                f"pipeline: training_step gave a {type(output).__name__} for a micro-batch; give its loss, a tensor of "
-                "one number, or a dict with it as 'loss': no micro-batch can be left out."
+                f"pipeline: training_step returned a {type(output).__name__} for a micro-batch; return its loss, a "
+                "tensor of one number, or a dict with the loss as 'loss': no micro-batch can be left out."
             )
         self.loss_dtype = output.dtype
         return output
@@ -192,7 +192,7 @@ class _MicroBatchStep:
         return [1.0 if size is None else float(size) for size in sizes]
 
     def join_results(self, sizes: Sequence[int | None], weights: Sequence[float]) -> Any:
-        """Return the step's result for the batch, in training without the loss."""
+        """Return the step's result for the batch; in training, without the loss."""
         if not self.outputs:
             return None
         return join_outputs([self.outputs[idx] for idx in sorted(self.outputs)], sizes, weights)
@@ -200,9 +200,9 @@ class _MicroBatchStep:
 
 @contextlib.contextmanager
 def restoring_state(module: Any, restores_buffers: bool = True) -> Iterator[None]:
-    """Afterwards, restore numbers, strings, plain lists and buffers that are attributes of the module itself.
+    """Afterwards, restore the numbers, strings, plain lists and buffers that are the module's own attributes.
 
-    restores_buffers: False: buffers that were replaced are put back, but in-place changes of buffers stay.
+    restores_buffers: whether in-place changes of buffers are undone; replaced buffers are restored in any case.
     """
     values = {key: value for key, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     lists = {key: (value, list(value)) for key, value in vars(module).items() if type(value) is list}
@@ -228,12 +228,12 @@ def _num_samples(micro_batch: Any) -> int | None:
 
     try:
         return batch_size_of(micro_batch)
-    except ValueError:  # only the user's split_batch knows the samples of such a batch
+    except ValueError:  # of a batch that only the user's split_batch can split
         return None
 
 
 def _zeroing_is_observed(trainer: Any) -> bool:
-    """Return whether hooks see the gradients before they are zeroed, or the user's code zeroes them."""
+    """Return whether hooks may read the gradients before they are zeroed, or the user's code zeroes them."""
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     if any(is_overridden(hook, trainer.lightning_module, "LightningModule") for hook in hooks):
         return True

@@ -14,7 +14,7 @@ def attach_trainer(module: Any) -> None:
 
     def log(name: str, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise ValueError(
-            f"pipeline: the forward of {original_class(module).__name__} logs {name!r}, which only one stage knows; "
+            f"pipeline: the forward of {original_class(module).__name__} logs {name!r}, which only one stage computes; "
             "log it in a step, after the call of self(...)."
         )
 

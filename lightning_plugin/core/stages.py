@@ -46,7 +46,7 @@ class Stages:
         """Return the pipeline; raises RuntimeError before a model has been divided."""
         if self.pipeline is None:
             raise RuntimeError(
-                f"{self._engine.name} has no model in stages; pass it pipeline_cuts=[...], and set up a model with it."
+                f"{self._engine.name} has no model in stages; pass pipeline_cuts=[...] to it, and set up a model."
             )
         return self.pipeline
 
@@ -71,8 +71,8 @@ class Stages:
         engine, options = self._engine, self._engine.options
         if self.pipeline is not None and self.pipeline.model is not module:
             raise ValueError(
-                f"{engine.name} has a {type(self.pipeline.model).__name__} in stages already and got a "
-                f"{type(module).__name__}; set up one model with a strategy that has pipeline_cuts."
+                f"{engine.name} has divided a {type(self.pipeline.model).__name__} into stages and got a "
+                f"{type(module).__name__}; set up only one model with a strategy that has pipeline_cuts."
             )
         if self.pipeline is not None:
             return
@@ -88,7 +88,8 @@ class Stages:
                 cuts, layer_stages = choice.cuts, choice.layer_stages
                 engine.console.log(choice.text)
         cuts = list(cuts)
-        if _KEY in module.__dict__ and module.__dict__[_KEY][0] == (mesh, cuts, schedule):  # by an earlier strategy
+        # An earlier strategy may have divided the module.
+        if _KEY in module.__dict__ and module.__dict__[_KEY][0] == (mesh, cuts, schedule):
             self.pipeline = module.__dict__[_KEY][1]
             self.pipeline.micro_batch_shares = shares
             return
@@ -144,5 +145,5 @@ class Stages:
         if getattr(plugin, "scaler", None) is not None:
             raise ValueError(
                 f"{self._engine.name} got precision {str(plugin.precision)!r}, whose gradient scaler would have "
-                "to be the same on all stages; take 'bf16-mixed' or '32-true'."
+                "to be the same on all stages; use 'bf16-mixed' or '32-true'."
             )

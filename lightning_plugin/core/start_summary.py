@@ -1,4 +1,4 @@
-"""Logs a summary once a model is set up: the layout, how modules are sharded, and the memory of each rank."""
+"""Logs a summary when a model is set up: the layout, the sharding of modules, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RANKS_SHOWN = 8
 
 
 class StartSummary:
-    """For a strategy with a plan and a mesh: logs at most 12 lines on the first rank, each beginning with "weft: "."""
+    """Logs at most 12 lines on the first rank, each beginning with "weft: "; for a strategy with a plan and a mesh."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -63,9 +63,9 @@ class StartSummary:
         groups = [engine.tensor_parallel_group, engine.data_group]  # innermost first, for the order of the ranks
         if engine.pipeline is not None:
             groups.append(engine.stages.group)
-            in_all = torch.tensor([full_bytes], device=engine.device)
-            dist.all_reduce(in_all, group=engine.stages.group)
-            full_bytes = int(in_all)
+            total_bytes = torch.tensor([full_bytes], device=engine.device)
+            dist.all_reduce(total_bytes, group=engine.stages.group)
+            full_bytes = int(total_bytes)
         for group in groups:
             if group.size() > 1:
                 gathered = sizes.new_empty(group.size() * sizes.numel())
@@ -94,6 +94,6 @@ class StartSummary:
         example = f" ({replicated_notes[0]})" if replicated_notes else ""
         self._engine.console.warn(
             f"weft: every rank holds {100 * share:.0f} % of the parameters' bytes in full{example}: name their modules "
-            "in a plan, take strategy='weft_fsdp' or pipeline_cuts, which shard any parameter, or see "
+            "in a plan, use strategy='weft_fsdp' or pipeline_cuts, which shard any parameter, or see "
             f"print({self._engine.owner}.strategy.plan.report())."
         )

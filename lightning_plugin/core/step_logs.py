@@ -19,7 +19,7 @@ class Logged:
     """One call of `log`.
 
     name: the name under which the value is logged.
-    value: a scalar; None: a metric whose value for the step is not a single number.
+    value: a scalar; None: a metric was logged whose value for the step is not a single number.
     metric: the module's attribute that holds the logged metric object; None: no metric was logged.
     arguments: the other arguments of the call.
     """
@@ -55,7 +55,7 @@ class StepLogs:
                 object.__setattr__(self._module, "log", before)
 
     def run_micro_batch(self, micro_batch_idx: int, step: Callable[[], Any]) -> Any:
-        """Call a step and return its result; keep its logs if it runs to the end.
+        """Call a step and return its result; store its logs if the step runs to the end.
 
         On every stage but the last, an exception ends the step at the call of the divided module.
         """
@@ -95,12 +95,12 @@ class StepLogs:
             if module is metric:
                 return attribute
         raise ValueError(
-            f"pipeline: self.log({name!r}) got a metric that is no attribute of {type(self._module).__name__}; make it "
-            "one, in __init__."
+            f"pipeline: self.log({name!r}) got a metric that is no attribute of {type(self._module).__name__}; assign "
+            "the metric to an attribute in __init__."
         )
 
     def combine(self, weights: Sequence[float], sizes: Sequence[int | None]) -> list[Logged]:
-        """Return the calls for the batch, in order: each combines one call of every micro-batch, by `reduce_fx`.
+        """Return the calls for the batch, in order: each combines, by `reduce_fx`, one call of every micro-batch.
 
         Args:
             weights: the weight of each micro-batch in means.
@@ -135,7 +135,7 @@ def _combine_calls(calls: list[tuple[Logged, float, int | None]]) -> Logged:
     arguments = dict(first.arguments)
     batch_sizes = [call.arguments.get("batch_size") for call, _, _ in calls]
     if batch_sizes[0] is not None:
-        # A number of samples is summed over micro-batches; a constant is kept.
+        # A number of samples is summed over micro-batches; a constant is not.
         counts_samples = batch_sizes == [size for _, _, size in calls] or len(set(batch_sizes)) > 1
         arguments["batch_size"] = sum(batch_sizes) if counts_samples else batch_sizes[0]
     weighted_values = [(call.value, weight) for call, weight, _ in calls if call.value is not None]

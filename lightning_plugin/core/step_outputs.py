@@ -20,13 +20,13 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
     """Return one value for a batch, from a step's results for each of its micro-batches.
 
     Dicts, lists and tuples are joined item by item. Tensors with the samples along dim 0 are concatenated, and so are
-    lists with an item for each sample; numbers and tensors of one number become their weighted mean. Other
-    equal values without tensors stay one value.
+    lists with an item for each sample; numbers and tensors of one number become their weighted mean. For other values
+    without tensors, which must be equal, the value itself is returned.
 
     Args:
         outputs: the result for each micro-batch.
-        sizes: the number of samples of each micro-batch. None: the number is unknown, and tensors with
-            dims are concatenated.
+        sizes: the number of samples of each micro-batch. None: the number is unknown, and tensors with dims are
+            concatenated.
         weights: the weight of each micro-batch.
 
     Raises:
@@ -55,7 +55,7 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int | None], weights: S
     elif isinstance(first, numbers.Number) and not isinstance(first, bool):
         return weighted_mean([torch.tensor(float(v), dtype=torch.float64) for v in outputs], weights).item()
     raise TypeError(
-        f"pipeline: a step gave a {_description(first)} for each micro-batch, which cannot be joined; give "
+        f"pipeline: a step returned a {_description(first)} for each micro-batch, which cannot be joined; return "
         "tensors with the samples along dim 0, numbers, or dicts and tuples of them."
     )
 
@@ -81,7 +81,7 @@ def _description(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _TensorPlaceholder:
-    """Takes the place of a tensor in the pickled message; the tensor is broadcast after the message."""
+    """Replaces a tensor in the pickled message; the tensor is broadcast after the message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -92,9 +92,9 @@ class _TensorPlaceholder:
 class Serialized:
     """A value ready to be broadcast; see `serialize`.
 
-    value: as given.
+    value: the given value.
     pickled: the value with placeholders for `tensors`.
-    tensors: those that are broadcast separately, because they are large or not on the CPU.
+    tensors: the tensors that are broadcast separately, because they are large or not on the CPU.
     """
 
     value: Any
@@ -115,7 +115,7 @@ def serialize(value: Any) -> Serialized:
         )
     except Exception as error:
         raise TypeError(
-            f"pipeline: a step returned or logged a value that cannot be sent to other stages ({error}); give tensors, "
+            f"pipeline: a step returned or logged a value that cannot be sent to other stages ({error}); use tensors, "
             "numbers, texts and collections of them."
         ) from error
 
@@ -128,8 +128,8 @@ def broadcast_serialized(
     Args:
         serialized: the value on `source`; None on the other ranks.
         group: the ranks that get the value.
-        source: the rank in `group` that has it.
-        device: this rank's device, over which tensors are broadcast. A tensor from a device of the same type is
+        source: the rank in `group` that has the value.
+        device: this rank's device, from and to which tensors are broadcast. A tensor from a device of the same type is
             returned on `device`, a CPU tensor on the CPU.
     """
     if serialized is not None and group.size() == 1:

@@ -1,4 +1,4 @@
-"""Declares, for type checkers only, what weft uses of Lightning's strategies.
+"""Declares, for type checkers only, the members of Lightning's strategies that weft uses.
 
 Under TYPE_CHECKING the mixins have these classes as bases. At run time they have `object`, and `factory.py` adds
 Lightning's ModelParallelStrategy as the next base. Lightning's objects are Any: `lightning` and `pytorch_lightning` are
@@ -20,7 +20,7 @@ class StockStrategy:
     fabric_module: str  # set by factory.py: the name of the namespace's Fabric package
     cluster_environment: Any
     num_nodes: int
-    precision: Any  # Fabric's; the Trainer's strategy calls it precision_plugin
+    precision: Any  # the precision plugin; the Trainer's strategy also has it as precision_plugin
     _data_parallel_size: int | str
     _device_mesh: Any  # None before `setup_environment`
     _launcher: Any

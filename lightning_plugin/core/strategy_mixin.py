@@ -93,14 +93,14 @@ class StrategyMixin(StockStrategy):
         engine.begin_run(DataAxes(self._device_mesh, group, options.sharding_stage))
 
     def _owns_process_control(self) -> bool:
-        # A cluster's scheduler may send SIGTERM as a warning, long before the end, for the job to react to.
+        # A cluster's scheduler may send SIGTERM as a warning, to which the job reacts, long before the job must end.
         return self._launcher is not None or type(self.cluster_environment).__name__ in (
             "LightningEnvironment",
             "TorchElasticEnvironment",
         )
 
     def _get_process_group_backend(self) -> str:
-        """Return the user's choice; by default weft's backend on CPUs, and the stock backend on other devices.
+        """Return the user's choice; the default is weft's backend on CPUs, and the stock backend on other devices.
 
         A pipeline on other devices needs both: its stages exchange messages in CPU memory.
         """
@@ -111,7 +111,7 @@ class StrategyMixin(StockStrategy):
         return super()._get_process_group_backend()
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks. The stock barrier passes the device only if NCCL is the group's only backend."""
+        """Wait for all ranks. Unlike the stock barrier, pass the device also if NCCL is one of two backends."""
         if not dist.is_initialized():
             return
         on_device = self.root_device.type == "cuda"
@@ -126,25 +126,25 @@ class StrategyMixin(StockStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """Return the arguments of samplers: each data-parallel rank gets a share of the data."""
+        """Return the arguments of samplers, which give each data-parallel rank different samples."""
         return {"num_replicas": self.data_axes.size, "rank": self.data_axes.rank}
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As the stock one, by default over the data axes, so that ranks with the same data count once.
+        """Like the stock method, by default over the data axes, so that ranks with the same data count once.
 
-        A LightningModule passes the world's group if the user gives none, so that group also means the default.
+        A LightningModule passes the world's group if the user gives none, so the world's group means the default, too.
         """
         if group is None or group is dist.group.WORLD:
             group = self.data_group
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether `decision` is true on all ranks; with all=False, whether it is on any."""
+        """Return whether `decision` is true on all ranks; with all=False, whether it is true on any rank."""
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As the stock one; see `Engine.optimizer_step`."""
+        """Like the stock method, inside `Engine.optimizer_step`."""
         with self._engine.optimizer_step(optimizer):
             return super().optimizer_step(optimizer, *args, **kwargs)

@@ -16,7 +16,7 @@ from weft._plugin.monitors import check_at_least_one, log, num_steps
 
 
 class _Mark(NamedTuple):
-    """The counts of this rank at the end of a step, and the time."""
+    """This rank's counts since training began, at the end of a step, and the time without validation."""
 
     step: int
     seconds: float
@@ -36,11 +36,11 @@ class ThroughputMixin:
     - "throughput/mfu": "throughput/device/flops_per_second" / `peak_flops`.
 
     Args:
-        batch_size_fn: returns a batch's number of samples; None: the first dim of its first tensor.
+        batch_size_fn: returns a batch's number of samples; None: the size of the first dim of the batch's first tensor.
         length_fn: returns a batch's number of tokens, or of other units; None: they are not counted.
         flops_per_sample: the model's floating-point operations per sample, forward and backward, of all ranks
             together; or a function that returns this number for a batch. None: not counted.
-        peak_flops: floating-point operations per second of one device; None: no "throughput/mfu".
+        peak_flops: peak floating-point operations per second of one device; None: no "throughput/mfu".
         window_size: the number of newest steps to average over, rounded up to full logging intervals.
     """
 
@@ -66,7 +66,7 @@ class ThroughputMixin:
         self._flops_per_sample = flops_per_sample
         self._peak_flops = peak_flops
         self._window_size = window_size
-        self._marks: deque[_Mark] = deque()  # one at the start and at each log, the newest last
+        self._marks: deque[_Mark] = deque()  # one at the start of training and one at each log, the newest last
         self._step = 0
         self._samples = self._tokens = self._flops = 0.0  # of this rank since the training began
         self._paused = self._paused_at = 0.0  # seconds spent in validation, and when the last validation began
@@ -112,11 +112,11 @@ class ThroughputMixin:
 
     def _rates(self, trainer: Any) -> dict[str, float]:
         first, last = self._marks[0], self._marks[-1]
-        done = [later - earlier for later, earlier in zip(last[1:], first[1:], strict=True)]
+        deltas = [later - earlier for later, earlier in zip(last[1:], first[1:], strict=True)]
         if trainer.world_size > 1:
-            done = _mean_over_world(done, trainer.strategy)
+            deltas = _mean_over_world(deltas, trainer.strategy)
         num_data_ranks = _num_data_ranks(trainer.strategy)
-        seconds, *counts = done
+        seconds, *counts = deltas
         wanted = {
             "samples": True,
             "tokens": self._length_fn is not None,
@@ -139,7 +139,7 @@ def _num_data_ranks(strategy: Any) -> int:
 
 
 def _mean_over_world(values: list[float], strategy: Any) -> list[float]:
-    """Return means over all ranks. Ranks with one batch have equal counts, so means of counts are over data ranks."""
+    """Return means over all ranks. Ranks with the same batch have equal counts: means of counts are over data ranks."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     tensor = torch.tensor(values, dtype=torch.float64, device=strategy.root_device)
     means: list[float] = strategy.reduce(tensor, group=group, reduce_op="mean").tolist()
@@ -151,6 +151,6 @@ def _first_dim(batch: Any) -> int:
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.shape[0]
     raise ValueError(
-        f"ThroughputMonitor got a batch of type {type(batch).__name__} and finds no tensor whose first dim is the "
+        f"ThroughputMonitor got a batch of type {type(batch).__name__} without a tensor whose first dim could be the "
         "number of samples; pass batch_size_fn."
     )

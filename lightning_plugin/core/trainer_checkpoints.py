@@ -20,7 +20,7 @@ __all__ = ["load", "optimizer_state", "save", "without_none"]
 
 
 def optimizer_state(engine: Engine, strategy: StockTrainerStrategy, optimizer: Any) -> dict[str, Any]:
-    """Return the optimizer's state: this rank's shards for `save`, or the full state for a file; collective."""
+    """Return the optimizer's state: this rank's shards for `save`, or for a file the full state; collective."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer wraps the user's
     if not strategy._save_distributed_checkpoint:
         return full_state(inner, keep=strategy.is_global_zero)
@@ -45,9 +45,9 @@ def load(
     weights_only: bool | None,
     full_model: FullModel | None,
 ) -> dict[str, Any]:
-    """Load a directory or a file, saved at any number of ranks, into the live model and `optimizers`; collective.
+    """Load a directory or a file, saved by any number of ranks, into the strategy's model and `optimizers`; collective.
 
-    full_model: describes the undivided model if the model is in stages; else None.
+    full_model: describes the full model if the model is in stages; else None.
     """
     path = Path(strategy.broadcast(checkpoint_path))
     load_from = load_directory if is_directory(path) else load_file

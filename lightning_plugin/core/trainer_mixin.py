@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:
     StockTrainerStrategy = object
 
-# The default of `empty_init`: the Trainer passes no argument around configure_model; init_module passes True or False.
+# The default of `empty_init`: around configure_model, the Trainer passes no argument; init_module passes True or False.
 _IN_CONFIGURE_MODEL = object()
 
 
@@ -71,9 +71,10 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:
-        """As the stock one; with a plan, parameters created inside are deferred.
+        """Like the stock method; with a plan, parameters created inside are deferred.
 
-        In `configure_model` they replace real ones, with `empty_init=True` meta ones; see `Options.empty_init`.
+        Deferred parameters replace real ones in `configure_model`, and meta ones with `empty_init=True`; see
+        `Options.empty_init`.
         """
         in_configure_model = empty_init is _IN_CONFIGURE_MODEL
         if self.plan is None or not self._engine.options.empty_init or not (in_configure_model or empty_init):
@@ -84,12 +85,12 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """Apply the plan to the model, which is built by now, then run the stock setup."""
+        """Apply the plan to the model, which is complete by now, then run the stock setup."""
         engine, options = self._engine, self._engine.options
         self._check_configure_model()
         self._loaders.prepare(trainer)
-        # A step may compute with DTensors, which torch.inference_mode breaks. Lightning disables that mode only
-        # for groups whose backend is named gloo.
+        # A step may compute with DTensors, which torch.inference_mode does not support. Lightning disables that mode
+        # only for groups whose backend is named gloo.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         self._is_fitting = trainer.state.fn == "fit"
@@ -102,7 +103,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             check_optimizer_in_backward(trainer)
         if options.has_stages:
             self._stages.find_target(trainer)
-            self.model = self._stages.convert_before_cutting(self.model)
+            self.model = self._stages.convert_before_division(self.model)
         has_meta_tensors = self._shard_model()
         if self.plan is not None:
             self._wrap_gradient_hooks()
@@ -121,7 +122,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             clip_value = trainer.gradient_clip_val
             has_clipping = clip_value is not None and clip_value > 0  # as in Lightning's clip_gradients
             engine.in_backward.start(self.model, self.optimizers[0], clip_value if has_clipping else None)
-            # No gradients are left after the backward, which torch's clipping reports as an error.
+            # After the backward there are no gradients, which torch's clipping reports as an error.
             self.precision_plugin.clip_gradients = lambda *_, **__: None
 
     def _check_configure_model(self) -> None:
@@ -134,7 +135,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             )
 
     def _wrap_gradient_hooks(self) -> None:
-        """Make on_after_backward, on_before_optimizer_step and clipping see parameters as steps do, callbacks, too."""
+        """Run on_after_backward, on_before_optimizer_step (of callbacks, too) and clipping in `local_parameters`."""
         for name in CALL_GRADIENT_HOOKS:
             method = getattr(type(self.precision_plugin), name).__get__(self.precision_plugin)
             setattr(self.precision_plugin, name, with_local_parameters(method, self._module_in_stages()))
@@ -145,7 +146,8 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     def _shard_model(self) -> bool:
         module = self.lightning_module
         entry_points = [name for name in STEPS if is_overridden(name, module, "LightningModule")]
-        # Weak references, gone when the stock setup moves the model: torch cannot move a DTensor that has one.
+        # These weak references are dropped before the stock setup moves the model: torch cannot move a DTensor that has
+        # a weak reference.
         before = parameters_of(self.model)
         has_meta_tensors = apply_plan(
             self._engine,
@@ -164,7 +166,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         if self.plan is None or "configure_model" in vars(module):
             yield
             return
-        # Lightning compares code objects: a lambda has one of its own, `original` may have that of the base class.
+        # Lightning compares code objects: the lambda's differs from the base class's, that of `original` may not.
         original = module.configure_model
         module.configure_model = lambda: original()  # noqa: PLW0108
         try:
@@ -173,7 +175,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             del module.configure_model
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Build the optimizers, or take those that LightningCLI built with the model; see `Engine.add_optimizer`."""
+        """Build the optimizers, or use those that LightningCLI built with the model; see `Engine.add_optimizer`."""
         with self._stages.placeholders_of_other_stages():
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -195,7 +197,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         if num_stepped := self._engine.in_backward.num_stepped:
             self._engine.console.log(
                 f"weft: the run ended within a step, after {num_stepped} parameters were updated inside "
-                "the backward and before the others were: go on from a checkpoint, not from these weights."
+                "the backward and before the others were: resume from a checkpoint, not from these weights."
             )
 
     def teardown(self) -> None:
@@ -263,7 +265,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     @property
     def gradient_norm(self) -> Tensor | None:
-        """Return the gradients' norm before the last clipping by norm; None: there was no such clipping."""
+        """Return the gradients' norm before the last clipping by norm; None: no clipping by norm has run."""
         return self._gradient_norm
 
     @contextmanager
@@ -273,7 +275,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As the stock one, by default over the data axes, so ranks with the same data count once.
+        """Like the stock method, by default over the data axes, so that ranks with the same data count once.
 
         With one data-parallel rank and no `group`, returns `tensor` itself.
         """
@@ -281,7 +283,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             return tensor
         return super().reduce(tensor, group or self.data_group, reduce_op)
 
-    # ---- checkpoints; without a plan the stock ones --------------------------------------------------------
+    # ---- checkpoints; without a plan, the stock methods run ------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state that this rank saves; only the last stage saves modules outside of the stages."""
@@ -301,7 +303,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             checkpoints.save(self._engine, self, checkpoint, filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a directory or a file, saved at any number of ranks, into the live model and optimizers; collective."""
+        """Load a directory or a file, saved by any number of ranks, into the model and the optimizers; collective."""
         if self.plan is None:
             return super().load_checkpoint(checkpoint_path, **checkpoints.without_none(weights_only=weights_only))
         # A test after a fit still has the optimizers of the fit, which may belong to another model.

@@ -29,10 +29,9 @@ _STEP_OPTIONS = ("split_batch", "micro_batch_weight")
 
 
 class TrainerStages:
-    """Divides the model of a Trainer by the engine's `stages`, and runs its steps.
+    """Divides the model of a Trainer with the engine's `stages`, and runs the model's steps.
 
-    The divided module is the LightningModule, or a module in it. The last stage has the modules outside of the divided
-    one.
+    The divided module is the LightningModule, or a module in it. Modules outside of it are on the last stage.
 
     Attributes:
         full_model: the names of the unsharded LightningModule's parameters, and the pipeline's group, for checkpoints;
@@ -68,7 +67,7 @@ class TrainerStages:
             return
         if name is not None and not isinstance(name, str):
             raise TypeError(
-                f"{owner} got pipeline_module={name!r}; pass the name of the module that is cut, such as 'model', '' "
+                f"{owner} got pipeline_module={name!r}; pass the name of the divided module, such as 'model', or '' "
                 "for the LightningModule itself, or leave it out."
             )
         if not self._strategy._save_distributed_checkpoint:
@@ -92,8 +91,8 @@ class TrainerStages:
         for step in STEPS:
             if "dataloader_iter" in inspect.signature(getattr(module, step)).parameters:
                 raise ValueError(
-                    f"pipeline_cuts: {name}.{step} takes a dataloader_iter, and a pipeline cuts batches into "
-                    "micro-batches; take (batch, batch_idx)."
+                    f"pipeline_cuts: {name}.{step} takes a dataloader_iter, and a pipeline splits batches into "
+                    "micro-batches; let the step take (batch, batch_idx)."
                 )
         options = self._engine.options
         auto, num_stages = auto_of(options.pipeline_cuts), 0
@@ -102,10 +101,10 @@ class TrainerStages:
         cuts = None if auto is not None else options.pipeline_cuts
         self._target = find_target(self._engine.name, module, options.pipeline_module, cuts, num_stages)
 
-    def convert_before_cutting(self, model: nn.Module) -> nn.Module:
-        """Convert the model to its final dtype: at the cut each stage records the dtypes of other stages' layers.
+    def convert_before_division(self, model: nn.Module) -> nn.Module:
+        """Return the model in its final dtype: at the division, each stage records the dtypes of other stages' layers.
 
-        A model with deferred or meta parameters is returned unchanged: it is built in its final dtype.
+        A model with deferred or meta parameters is returned unchanged: its parameters have the final dtype.
         """
         from weft.strategy.deferred import is_deferred
 
@@ -159,13 +158,13 @@ class TrainerStages:
 
     @contextlib.contextmanager
     def placeholders_of_other_stages(self) -> Iterator[None]:
-        """Inside, the model has a placeholder for each parameter of other stages, for the code that makes optimizers.
+        """Inside, the model has a placeholder for each parameter of other stages; used while optimizers are created.
 
         Every stage thus builds the same parameter groups. Afterwards the placeholders are removed from the optimizers.
         Does nothing without a pipeline.
 
         Raises:
-            ValueError: an optimizer is LBFGS, in a pipeline.
+            ValueError: an optimizer of a pipeline's model is LBFGS.
         """
         if self._engine.pipeline is None:
             yield
@@ -179,7 +178,7 @@ class TrainerStages:
             if any(cls.__name__ == "LBFGS" for cls in type(optimizer).__mro__):
                 raise ValueError(
                     f"pipeline_cuts: {type(optimizer).__name__} searches along the gradient of all parameters, and "
-                    "each stage has some of them; take an optimizer that updates each parameter by itself."
+                    "each stage has only some of them; use an optimizer that updates each parameter separately."
                 )
 
     def own_state(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -215,7 +215,7 @@ def test_second_model_and_full_checkpoint_raise(rank: int, world_size: int, tmp_
     on_warm_rank(rank, world_size)
     fabric = fabric_with(world_size, layout="pp2", save_distributed_checkpoint=False)
     model, _ = set_up(fabric)
-    with pytest.raises(ValueError, match="has a WeftLlama in stages already and got a Llama"):
+    with pytest.raises(ValueError, match="has divided a WeftLlama into stages and got a Llama"):
         fabric.setup(Llama(ARGS))
     with pytest.raises(ValueError, match="where no rank has the full model"):
         fabric.save(tmp_path / "file", {"model": model})

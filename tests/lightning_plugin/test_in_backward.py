@@ -84,7 +84,7 @@ def test_fabric(rank: int, world_size: int) -> None:
             for clip in ({"max_norm": 1.0}, {"clip_val": 1.0}):
                 with pytest.raises(RuntimeError, match="leaves no gradient to clip; pass optimizer_in_backward=False"):
                     fabric.clip_gradients(model, optimizer, **clip)
-            with pytest.raises(ValueError, match="takes one optimizer"):
+            with pytest.raises(ValueError, match="supports one optimizer"):
                 fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
     for result in results[1:]:
         assert_same_weights(result, results[0])
@@ -178,4 +178,4 @@ def test_exception_in_backward_warns_of_partial_update(rank: int, tmp_path: Path
     with pytest.raises(RuntimeError, match="in the middle"):
         trainer(1, strategy, tmp_path).fit(Failing(), loader())
     assert "the run ended within a step, after" in log_lines[-1]
-    assert "go on from a checkpoint" in log_lines[-1]
+    assert "resume from a checkpoint" in log_lines[-1]

@@ -58,7 +58,7 @@ def test_launchers_match_one_device(tmp_path: Path) -> None:
             assert result["group_alive"]
             assert result["local_shape"] == [12 // devices, 8]
             if devices == 2:
-                assert "run each device count in a process tree of its own" in result["other_count"]
+                assert "run the script once for each number of devices" in result["other_count"]
     for results_of_tree in results.values():
         for result in results_of_tree:
             for key in ("tested", "predicted", "weight"):

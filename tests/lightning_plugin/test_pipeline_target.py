@@ -151,7 +151,7 @@ ERRORS: dict[str, tuple[L.LightningModule, str | None, Any, str]] = {
         Module(a=Net(1), b=Net()),
         None,
         ["a.layers.0", "b.layers.2"],
-        "neither Module, by a forward of its own, nor one of its modules calls all of these; pass the name",
+        "neither a forward of Module itself nor that of one of its modules calls all of these; pass the name",
     ),
     "given, unknown cut": (Module(model=Net()), "model", ["model.layer.2"], "the nearest name is 'layers.2'"),
     "given, unknown module": (Module(model=Net()), "net", ["layers.2"], "='net', which Module does not have; name one"),
@@ -159,7 +159,7 @@ ERRORS: dict[str, tuple[L.LightningModule, str | None, Any, str]] = {
         Module(model=Net()),
         "",
         ["model.layers.2"],
-        "S is to cut Module itself, which has no forward of its",
+        "S is to divide Module itself, which has no forward of its",
     ),
 }
 

@@ -72,7 +72,7 @@ def is_equal(left: Any, right: Any) -> bool:
     ],
 )
 def test_unjoinable_outputs_raise(outputs: list[Any]) -> None:
-    with pytest.raises(TypeError, match="for each micro-batch, which cannot be joined; give tensors with the"):
+    with pytest.raises(TypeError, match="for each micro-batch, which cannot be joined; return tensors with the"):
         join_outputs(outputs, SIZES, WEIGHTS)
 
 

@@ -80,7 +80,7 @@ ERRORS_ON_ALL_RANKS = {
 ERRORS_ON_LAST_STAGE = {
     "twice": (RuntimeError, "the step calls the model in stages twice for one micro-batch; call it once"),
     "group": (ValueError, "got a sync_dist_group, which ranks of other stages do not have"),
-    "nothing": (TypeError, "training_step gave a NoneType for a micro-batch"),
+    "nothing": (TypeError, "training_step returned a NoneType for a micro-batch"),
     "validation": (KeyError, "no such label"),
 }
 
