@@ -126,7 +126,7 @@ _OPERATORS = frozenset(
 
 
 def _read(path: Path) -> list[Choice]:
-    error_text = f"weft: got {path}, which is no table of overlaps; pass a file that weft.overlap.save has written"
+    error_text = f"weft: got {path}, which is not an overlap table; pass a file that weft.overlap.save has written"
     try:
         entries = json.loads(path.read_text())
     except ValueError as error:  # from the JSON or UTF-8 decoder

@@ -291,7 +291,7 @@ def test_errors(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     for text in (b"{", b"[1]", b'[{"op": "x"}]', b"{}", b"\xff\xfe"):
         path.write_bytes(text)
-        with pytest.raises(ValueError, match=r"which is no table of overlaps; pass a file that weft\.overlap\.save"):
+        with pytest.raises(ValueError, match=r"which is not an overlap table; pass a file that weft\.overlap\.save"):
             weft.overlap.load(path)
     entry = asdict(weft.overlap.Choice("weft::column_row_mlp", "float32", "cpu", 2, 1024, 64, True))
     invalid = {

@@ -3,8 +3,8 @@
 // Predicts the bytes that a rank holds while it trains a model. The phases of a training step are
 // simulated with the sizes of all tensors, without allocating any. A layer saves and allocates what
 // weft's operators and torch's eager kernels save and allocate on the CPU, so that a prediction can
-// be compared with the bytes that `weft.memory` counts. For CUDA, only the blocks of steps by rows
-// differ.
+// be compared with the bytes that `weft.memory` counts. Predictions for CUDA differ only in the
+// number of rows that steps_by_rows steps at a time.
 
 #include "weft/strategy/memory_usage.h"
 #include "weft/strategy/mesh.h"
@@ -28,7 +28,7 @@ struct FeedForwardModel {
 };
 
 // A Llama-style language model: a token embedding; blocks of causal attention with rotary positions
-// and a gated MLP, each with an RMSNorm before it and a residual connection; a norm and an output
+// and a gated MLP, both with an RMSNorm in front and a residual connection; a norm and an output
 // layer. Modules are named as in Hugging Face's LlamaForCausalLM.
 struct DecoderModel {
   int64_t dim = 0;
@@ -45,7 +45,7 @@ struct DecoderModel {
 
 using ModelSpec = std::variant<FeedForwardModel, DecoderModel>;
 
-// Returns the names of a model's modules, parents first, which a plan's patterns match.
+// Returns the names of a model's modules, parents first, for Plan::resolve.
 std::vector<std::string> module_names(const ModelSpec& model);
 
 enum class Precision {
@@ -57,7 +57,7 @@ enum class Precision {
 
 enum class OptimizerKind { kSgd, kSgdMomentum, kAdam, kAdamW, kAdagrad };
 
-// The activations that each block saves. The backward recomputes the others.
+// The activations that each block saves for the backward, which recomputes the others.
 enum class Checkpointing {
   kNone,       // all that autograd saves
   kSelective,  // the block's input, and the results of matrix products, attention and communication
@@ -73,21 +73,21 @@ struct TrainingSpec {
   ModelSpec model;
   Mesh mesh;
   std::optional<Plan> plan;  // nullopt: "auto"
-  int64_t sequences = 1;     // in the batch of one data-parallel rank
-  int64_t tokens = 1;        // in a sequence; a FeedForwardModel has sequences * tokens rows
+  int64_t sequences = 1;     // number in the batch of one data-parallel rank
+  int64_t tokens = 1;        // per sequence; a FeedForwardModel has sequences * tokens rows
   Precision precision = Precision::k32True;
   OptimizerKind optimizer = OptimizerKind::kAdamW;
-  bool has_fused_optimizer = true;  // else torch's loop over parameters, its default on the CPU
+  bool has_fused_optimizer = true;  // false: torch's loop over parameters (foreach=False)
   bool steps_in_backward = false;   // the optimizer steps each parameter in the backward
-  bool steps_by_rows = false;       // and the weights of fused MLPs some rows at a time
-  bool has_deferred_init = true;
+  bool steps_by_rows = false;       // in addition, weights of fused MLPs some rows at a time
+  bool has_deferred_init = true;    // false: each rank first holds the full parameters
   Checkpointing checkpointing = Checkpointing::kNone;
   DeviceKind device = DeviceKind::kCpu;
 };
 
 struct PhaseMemory {
   std::string phase;    // "init", "forward", "backward" or "step"
-  MemoryUsage at_peak;  // when the phase holds the most bytes
+  MemoryUsage at_peak;  // at the moment of the phase with the most bytes
 };
 
 // Returns, in order, the initialization of a rank and the phases of a training step in which the
@@ -100,21 +100,24 @@ struct PhaseMemory {
 // mesh, and options that exclude each other.
 std::vector<PhaseMemory> predict_memory(const TrainingSpec& spec, int64_t global_rank);
 
-// Ranks with the same local shapes need the same memory. distinct_ranks returns one rank for each
-// distinct set of local shapes, in ascending order, with the number of ranks that have it.
+// Ranks with the same local shapes, which need the same memory: one of them, and their number.
 struct RankClass {
   int64_t global_rank = 0;
   int64_t num_ranks = 0;
 };
+
+// Returns one class for each distinct set of local shapes, in ascending order of the ranks. Throws
+// for an invalid spec, like predict_memory.
 std::vector<RankClass> distinct_ranks(const TrainingSpec& spec);
 
-// The number of parameter elements of the unsharded model, with tied ones counted once, and the
-// bytes that training takes for each: the parameter, its gradient (0 bytes with
+// The number of parameter elements of the unsharded model, with tied parameters counted once, and
+// the bytes that training needs for each element: the parameter, its gradient (0 bytes with
 // steps_in_backward), optimizer state and half-precision copies.
 struct ParameterCost {
   int64_t num_elements = 0;
   double bytes_per_element = 0;
 };
+// Throws for an invalid spec, like predict_memory.
 ParameterCost parameter_cost(const TrainingSpec& spec);
 
 }  // namespace weft::strategy

@@ -12,8 +12,8 @@ namespace weft::strategy {
 enum class MemoryCategory {
   kParameters,        // parameters and buffers
   kGradients,         // complete gradients of parameters
-  kOptimizerState,    // what an optimizer keeps between its steps
-  kSavedActivations,  // the batch, and what the forward saves for the backward
+  kOptimizerState,    // tensors that an optimizer keeps between its steps
+  kSavedActivations,  // the batch, and tensors that the forward saves for the backward
   kScratch,           // everything else that the forward, the backward and the step allocate
   kCommunication,     // shared memory of the collectives
   kOther,             // outside a training step
@@ -21,8 +21,8 @@ enum class MemoryCategory {
 
 constexpr std::size_t kNumMemoryCategories = 7;
 
-// "parameters", "gradients", "optimizer_state", "saved_activations", "scratch", "communication",
-// "other".
+// Returns "parameters", "gradients", "optimizer_state", "saved_activations", "scratch",
+// "communication" and "other".
 std::span<const std::string_view> memory_category_names();
 
 // Bytes by category, at one moment.

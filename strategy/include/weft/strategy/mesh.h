@@ -40,7 +40,8 @@ class Mesh {
   // and a product above kMaxSize.
   explicit Mesh(std::vector<Axis> axes);
 
-  // Reads what to_string() prints; blanks around names and sizes are allowed.
+  // The inverse of to_string(); blanks around names and sizes are allowed. Throws
+  // std::invalid_argument for any other text.
   static Mesh parse(std::string_view text);
   [[nodiscard]] std::string to_string() const;
 
@@ -55,8 +56,8 @@ class Mesh {
   [[nodiscard]] std::vector<int64_t> coordinates(int64_t global_rank) const;
   [[nodiscard]] int64_t rank(std::span<const int64_t> coordinates) const;
 
-  // Returns the global ranks, ascending, whose coordinates differ from those of `global_rank` along
-  // `axis` only, including `global_rank`.
+  // Returns `global_rank` and the global ranks whose coordinates differ from its coordinates only
+  // along `axis`, ascending.
   [[nodiscard]] std::vector<int64_t> group(std::string_view axis, int64_t global_rank) const;
 
   // Returns all groups along `axis`, ordered by first rank. Every rank is in exactly one of them.

@@ -5,9 +5,9 @@
 namespace weft::strategy {
 
 // A pattern is a dotted module name in which `*` matches any run of characters, also an empty one,
-// within one level: "layers.*.wq" matches the wq of every layer, "h*.mlp" matches "h12.mlp"; `*`
-// never crosses a dot. The empty pattern matches the model itself, whose name is empty; "*" does
-// not.
+// within one level: "layers.*.wq" matches the wq of every layer, "h*.mlp" matches "h12.mlp". `*`
+// never matches a dot. The model itself, whose name is empty, is matched by the empty pattern, but
+// not by "*".
 
 // Throws std::invalid_argument for an empty level ("a..b", ".a"), for "**" and for control
 // characters.

@@ -30,7 +30,7 @@ class Plan {
   // rule that check_rule rejects and for two different rules with the same pattern.
   explicit Plan(std::vector<Rule> rules);
 
-  // Reads what to_string() prints: one rule a line, `pattern: style` or
+  // The inverse of to_string(). Reads one rule per line, `pattern: style` or
   // `pattern: {style: column, heads: n_heads}` or `pattern: {style: attention, recompute: true,
   // offload: true, precision: bfloat16}`; empty lines and # comments are allowed. This is a subset
   // of YAML; other YAML notations of the same content raise an error that names the line.
@@ -49,10 +49,10 @@ class Plan {
   // Returns the modules to which a rule applies, with their rules, in the order of `module_names`;
   // "" names the model itself.
   //
-  // Rules that give a module the same style are merged into one rule that has the options of all
-  // of them, and the pattern of the first rule with options, else of the first. A more specific
-  // pattern does not take precedence. If a module's style owns the modules below it (see
-  // owns_modules_below), modules below with the same style are left out of the result.
+  // Rules that give a module the same style are merged into one rule, which has the options of all
+  // of them, and the pattern of the first rule with options or, without options, of the first rule.
+  // A more specific pattern does not take precedence. If a module's style owns the modules below it
+  // (see owns_modules_below), modules below with the same style are left out of the result.
   //
   // Throws std::invalid_argument, naming the patterns and modules, for a pattern that matches no
   // module, for rules that give one module different styles, `heads` or `precision`, and, for a

@@ -12,15 +12,15 @@ enum class DeviceKind { kCpu, kCuda };
 // Returns the number of rows of a block, from 1 to num_rows (1 if there are none), for a weight of
 // `num_rows` rows of `row_bytes` each on a rank. The last block may have fewer.
 //
-// CPU: 1 MiB of the gradient, which stays in the caches until the optimizer reads it.
+// CPU: a block is 1 MiB of the gradient, which stays in the caches until the optimizer reads it.
 //
 // CUDA: no cache holds a block that is large enough for the device, so a block is a quarter of the
 // weight, at most 64 MiB and at least 1 MiB, in multiples of 128 rows, the tiles of its matrix
-// product. A block costs the host one product and one optimizer step, about 0.2 ms of Python. With
-// 4096 tokens and 16 Mi elements, which take 64 MiB in float32, an H100 computes for longer than
-// that (0.2 ms for the product at 700 TFLOP/s, 0.15 ms for AdamW at 3 TB/s), and a wave of its 132
-// multiprocessors is filled four times by tiles of 128 x 256. The quarter keeps the gradient's
-// memory small also for weights below that size.
+// product. For each block, the host launches one product and one optimizer step, which takes about
+// 0.2 ms in Python. With 4096 tokens and a block of 16 Mi elements, 64 MiB in float32, an H100
+// computes for longer (0.2 ms for the product at 700 TFLOP/s, 0.15 ms for AdamW at 3 TB/s), and
+// tiles of 128 x 256 make four waves on its 132 multiprocessors. Smaller weights are divided into
+// quarters to keep the memory of their gradients small, too.
 int64_t rows_per_block(DeviceKind device, int64_t num_rows, int64_t row_bytes);
 
 }  // namespace weft::strategy

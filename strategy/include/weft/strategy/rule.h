@@ -13,7 +13,7 @@ namespace weft::strategy {
 // The floating-point dtype that a module computes in.
 enum class ComputeDtype { kFloat32, kBFloat16, kFloat16 };
 
-// torch's names: "float32", "bfloat16", "float16".
+// Returns torch's name: "float32", "bfloat16" or "float16".
 std::string_view to_string(ComputeDtype dtype);
 
 // The inverse of to_string. Throws std::invalid_argument with the valid names.

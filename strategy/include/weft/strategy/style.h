@@ -18,7 +18,7 @@ enum class Style {
   kSequenceParallel,       // replicated, computes on this rank's tokens; gradients are summed
   kReplicate,              // replicated on every rank
   kReplicateSumGradients,  // replicated, with partial gradients on each rank that are summed
-  kIgnore,                 // left unchanged, with everything below
+  kIgnore,                 // left unchanged, with all modules below
 };
 
 // Returns all styles, in the order above.
@@ -28,7 +28,7 @@ std::span<const Style> all_styles();
 // style.
 bool owns_modules_below(Style style);
 
-// The enumerators' names in snake case: "column", "column_gather_output", ...
+// Returns the enumerator's name in snake case: "column", "column_gather_output", ...
 std::string_view to_string(Style style);
 
 // The inverse of to_string. Throws std::invalid_argument with the valid styles and the nearest one.

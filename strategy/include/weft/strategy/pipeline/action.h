@@ -35,7 +35,7 @@ struct Action {
   bool operator==(const Action&) const = default;
 };
 
-// "F", "SEND_F", ...
+// Returns "F", "SEND_F", ...
 std::string_view to_string(ActionKind kind);
 
 std::string to_string(const Action& action);

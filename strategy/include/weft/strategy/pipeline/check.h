@@ -17,9 +17,9 @@ namespace weft::strategy {
 // - ranks never block in a cycle, if each channel buffers up to `channel_capacity` messages whose
 //   receives have not been posted. With 0, a send blocks until its receive is posted.
 //
-// A channel is one boundary between stages in one direction. Throws std::invalid_argument that
-// names the first action at fault; for a wrong number of forwards it names the numbers, for a
-// deadlock the actions of up to four blocked ranks.
+// A channel is one boundary between stages in one direction. Throws std::invalid_argument. The
+// error names the first action at fault; for a wrong number of forwards, it states the numbers, and
+// for a deadlock, the actions of up to four blocked ranks.
 void check(const Schedule& schedule, int64_t channel_capacity = 0);
 
 }  // namespace weft::strategy

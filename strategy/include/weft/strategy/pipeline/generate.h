@@ -13,13 +13,13 @@ namespace weft::strategy {
 enum class ScheduleKind {
   kNaive,                  // one micro-batch at a time: one rank works while the others wait
   kGpipe,                  // all forwards, then all backwards; bubble (p-1)/(m+p-1), m in flight
-  kOneForwardOneBackward,  // backwards as early as possible: same bubble, min(p, m) in flight
+  kOneForwardOneBackward,  // backwards as early as possible: GPipe's bubble, min(p, m) in flight
   kInterleaved,            // 1F1B over v stages per rank: bubble (p-1)/(v*m+p-1) if p divides m
   kZeroBubble,             // ZB-H1: 1F1B with split backwards, whose weight halves fill the bubble
   kLoopedBfs,  // v stages per rank, breadth first: all micro-batches through a stage, then the next
 };
 
-// "naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "looped_bfs".
+// Returns "naive", "gpipe", "1f1b", "interleaved", "zero_bubble" or "looped_bfs".
 std::string_view to_string(ScheduleKind kind);
 
 // The inverse of to_string. Throws std::invalid_argument with the valid names.
@@ -30,7 +30,7 @@ std::span<const ScheduleKind> all_schedule_kinds();
 struct GenerateOptions {
   int64_t num_ranks = 1;
   int64_t num_micro_batches = 1;  // any number from 1 on
-  // Stage s is on rank s % num_ranks. kOneForwardOneBackward and kZeroBubble support only 1.
+  // Stage s is on rank s % num_ranks. kOneForwardOneBackward and kZeroBubble support only one.
   int64_t stages_per_rank = 1;
 };
 

@@ -12,11 +12,12 @@ namespace weft::strategy {
 // are not above 0.
 std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> shares);
 
-// Returns the sizes of `count` micro-batches, for several ways to make them smaller towards the
-// ends of a batch, which shortens a pipeline's warm-up and cool-down. The n micro-batches at the
-// start of the batch, at its end or at each end are smaller than the others: the outermost has 1/4
-// to 3/4 of the others' size, and the sizes rise inwards in even steps. n is 1, 2 or 4, at most
-// `max_tapered` and at most (count - 1) / 2. The even split is not included.
+// Returns several splits of a batch into `count` micro-batches that are smaller towards the ends of
+// the batch, which shortens a pipeline's warm-up and cool-down. Each split is a list of sizes, in
+// samples. The n micro-batches at the start of the batch, at its end or at both ends are smaller
+// than the others: the outermost has 1/4 to 3/4 of the others' size, and the sizes rise inwards in
+// even steps. n is 1, 2 or 4, at most `max_tapered` and at most (count - 1) / 2. The even split is
+// not included.
 std::vector<std::vector<int64_t>> tapered_sizes(int64_t batch_size,
                                                 int64_t count,
                                                 int64_t max_tapered);

@@ -21,10 +21,10 @@ struct LinearTime {
 // Throws std::invalid_argument without measurements, for sizes below 1 and for negative times.
 LinearTime fit_time(std::span<const int64_t> num_samples, std::span<const double> times);
 
-// Interpolates measured times, which caches make non-linear. Times are linear between the measured
-// sizes. Above the largest size they continue with the slope between the last two, or are constant
-// if that slope is negative. Below the smallest size, the time is that of the smallest. With one
-// measured size, the time is proportional to the samples.
+// Interpolates measured times, which are not linear because of caches. Times are linear between the
+// measured sizes. Above the largest size they continue with the slope between the last two, or are
+// constant if that slope is negative. Below the smallest size, the time is that of the smallest.
+// With one measured size, the time is proportional to the samples.
 class MeasuredTime {
  public:
   // Throws std::invalid_argument if fit_time would, and for sizes that do not ascend.

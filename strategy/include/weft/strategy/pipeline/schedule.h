@@ -12,7 +12,7 @@ namespace weft::strategy {
 
 // A pipeline schedule: for each pipeline rank, the list of its actions in order.
 //
-// An immutable value. A rank may have several stages, a stage is on one rank. check() in
+// An immutable value. A rank may have several stages; a stage is on one rank. check() in
 // pipeline/check.h verifies what else a schedule must satisfy. add_communication() in
 // pipeline/passes.h adds sends and receives to a schedule of compute actions.
 class Schedule {
@@ -25,7 +25,8 @@ class Schedule {
   explicit Schedule(std::vector<std::vector<Action>> ranks);
 
   // Reads CSV: one line per rank, actions separated by commas. Blanks and empty cells are skipped,
-  // so files of torch.distributed.pipelining can be read, too.
+  // so that files of torch.distributed.pipelining can be read, too. Throws std::invalid_argument
+  // for any other text, and if the constructor throws.
   static Schedule parse(std::string_view csv);
   [[nodiscard]] std::string to_string() const;
 

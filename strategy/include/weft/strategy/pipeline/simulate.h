@@ -8,14 +8,14 @@
 
 namespace weft::strategy {
 
-// The cost of one stage for one micro-batch. All times are in one unit, whichever it is.
+// The cost of one stage for one micro-batch. All times are in one unit, which the caller chooses.
 struct StageCost {
   double forward = 1;
   double backward_input = 1;
   double backward_weight = 1;  // a full backward takes the sum of its halves
-  // From the end of a forward until its output arrives at the next stage, and the same for the
-  // gradient sent back. Stages of one rank transfer nothing; a transfer takes no time of the
-  // sender.
+  // The time from the end of a forward until its output arrives at the next stage, and the time of
+  // the gradient in the opposite direction. Stages of one rank transfer nothing. A transfer does
+  // not occupy the sender.
   double transfer = 0;
   int64_t activation_bytes = 0;  // kept from a forward until the end of its backward
   int64_t parameter_bytes = 0;   // always held: parameters, gradients, optimizer states
@@ -46,7 +46,7 @@ struct Simulation {
 // micro-batch.
 //
 // Each rank executes its actions in order, each as soon as its inputs have arrived. Sends and
-// receives take no time of a rank; in a schedule without them, messages are sent as soon as they
+// receives take no time on a rank; in a schedule without sends, messages are sent as soon as they
 // are computed.
 //
 // Throws std::invalid_argument for any other number of costs, for costs out of range, for a

@@ -16,7 +16,7 @@ struct StageProfile {
   SampleTime forward;
   SampleTime backward_input;
   SampleTime backward_weight;
-  SampleTime transfer;                      // to the next stage and back, as in StageCost
+  SampleTime transfer;                      // in each direction, as in StageCost
   int64_t activation_bytes_per_sample = 0;  // kept between forward and backward
   int64_t parameter_bytes = 0;
 };
@@ -44,10 +44,10 @@ struct TunePoint {
   bool fits = true;        // whether peak_bytes is within the limit
 };
 
-// Simulates each kind of schedule with each number of micro-batches, split as evenly as possible
-// and, except for naive, in the best of the tapered_sizes(), if that split is faster or is the only
-// one within the memory limit. Returns the fastest first and those above the memory limit last;
-// ties are ordered by bytes, then by the number of micro-batches.
+// Simulates each kind of schedule with each number of micro-batches, with the most even split of
+// the batch. Except for naive, the result also has the best split of tapered_sizes(), if that split
+// is faster or is the only one within the memory limit. Returns the fastest first and those above
+// the memory limit last; ties are ordered by bytes, then by the number of micro-batches.
 //
 // Throws std::invalid_argument if the stages are not a multiple of the ranks, for numbers out of
 // range and for kinds that do not support the number of stages per rank.
