@@ -1,7 +1,7 @@
 """The command `weft`: `weft estimate` predicts memory, `weft compare` compares sharded with unsharded training.
 
-It is a package of its own because importing `weft` loads torch and the operators, unless `needs_operators` is False
-here. `weft estimate` sets it to False: estimates of the models that the C++ memory model knows need neither.
+The command is in a separate package because importing `weft` loads torch and the operators, unless `needs_operators`
+is False here. `weft estimate` sets it to False: models that the C++ memory model supports need neither.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ needs_operators = True  # whether importing `weft` loads torch and the operators
 def main() -> int:
     parser = argparse.ArgumentParser(prog="weft", description="Predict memory, and compare training")
     commands = parser.add_subparsers(dest="command", required=True)
-    estimate = commands.add_parser("estimate", help="bytes per rank and phase of a training, from its configuration")
-    help_on_file = "a YAML file, as docs/estimate_memory.md describes it"
+    estimate = commands.add_parser(
+        "estimate", help="predict the bytes per rank in each phase of training, from a configuration"
+    )
+    help_on_file = "a YAML file; docs/estimate_memory.md describes its entries"
     estimate.add_argument("--config", required=True, metavar="FILE", help=help_on_file)
     estimate.add_argument("--layout", metavar="SIZES", help="such as pp2,dp2,tp2; replaces the file's mesh or layout")
     estimate.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
@@ -45,8 +47,8 @@ def _estimate(args: argparse.Namespace) -> int:
 def _add_compare(commands: Any) -> None:
     compare = commands.add_parser(
         "compare",
-        help="train a model a few steps sharded and unsharded, and print where they differ",
-        description="Exit status: 0 if they agree, 1 if they differ, 2 if they could not be compared.",
+        help="train a model for a few steps sharded and unsharded, and print where the results differ",
+        description="Exit status: 0 if the results agree, 1 if they differ, 2 if they could not be compared.",
     )
     name = "PACKAGE.MODULE:NAME"
     compare.add_argument("--module", required=True, metavar=name, help="a model, or a function that builds one")
@@ -55,16 +57,18 @@ def _add_compare(commands: Any) -> None:
     compare.add_argument("--layout", default="tp2", help="such as tp2 (default), dp2 or dp2,tp2")
     plan_help = "auto (default), huggingface, a file, rules as YAML, or the dotted name of a function"
     compare.add_argument("--plan", default="auto", help=plan_help)
-    compare.add_argument("--steps", type=int, default=3)
-    compare.add_argument("--learning-rate", type=float, default=0.01, help="of SGD")
+    compare.add_argument("--steps", type=int, default=3, help="number of training steps (default 3)")
+    compare.add_argument("--learning-rate", type=float, default=0.01, help="of SGD (default 0.01)")
     compare.add_argument("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float64")
-    compare.add_argument("--tolerance", type=float, help="largest relative difference; default: by dtype")
+    compare.add_argument(
+        "--tolerance", type=float, help="largest relative difference that counts as agreement; default: by dtype"
+    )
     compare.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=3)
     compare.add_argument("--sequence-parallel", action="store_true")
     compare.add_argument("--first-layers", type=int, metavar="K", help="keep K blocks of each list of repeated blocks")
     compare.add_argument("--mode", choices=("train", "eval"), default="train", help="eval: without dropout")
     compare.add_argument("--seed", type=int, default=0)
-    compare.add_argument("--timeout", type=float, default=600.0, help="in seconds")
+    compare.add_argument("--timeout", type=float, default=600.0, help="of the comparison, in seconds (default 600)")
     compare.add_argument("--json", action="store_true", help="print one JSON object")
 
 

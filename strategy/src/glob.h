@@ -6,7 +6,7 @@
 
 namespace weft::strategy::detail {
 
-// Returns the levels of a dotted name or pattern: "" has none, "a.b" two. The views borrow from
+// Returns the levels of a dotted name or pattern: "" has none, "a.b" two. The views point into
 // `text`.
 std::vector<std::string_view> split_levels(std::string_view text);
 

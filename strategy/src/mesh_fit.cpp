@@ -9,8 +9,8 @@ namespace weft::strategy::detail {
 
 namespace {
 
-// Enough for every world size up to 10,000 over three axes. With more candidates, the search stops
-// early; it tries the requested sizes first.
+// The most factorizations that are searched: enough for every world size up to 10,000 over three
+// axes. The search tries the requested sizes first, so that it finds near ones before it stops.
 constexpr size_t kMaxCandidates = 10'000;
 
 using Sizes = std::vector<int64_t>;
@@ -30,9 +30,9 @@ Sizes divisors(int64_t number) {
   return small;
 }
 
-// Adds to `found`, up to kMaxCandidates, every factorization of `rest` into sizes of the axes from
-// `chosen.size()` on, each after the sizes in `chosen`.
-// Each axis tries its requested size first. `sizes` are the divisors of the world size.
+// Appends to `found`, up to kMaxCandidates, `chosen` followed by the sizes of the remaining axes,
+// for every factorization of `rest` into these sizes. Each axis tries its requested size first.
+// `sizes` are the divisors of the world size.
 void extend(const std::vector<Axis>& axes,
             const Sizes& sizes,
             int64_t rest,

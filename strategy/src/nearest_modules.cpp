@@ -15,12 +15,12 @@ constexpr size_t kMaxNames = 3;
 
 using Levels = std::vector<std::string_view>;
 
-// The number of edits that make a level match a level of a pattern.
+// Returns the number of edits that make a level match a level of a pattern.
 size_t level_distance(std::string_view pattern, std::string_view level) {
   return matches_level(pattern, level) ? 0 : edit_distance(pattern, level);
 }
 
-// edit_distance over levels instead of characters; inserting or removing a level costs its length.
+// Like edit_distance, but over levels; inserting or removing a level costs its length.
 size_t distance(const Levels& pattern, const Levels& name) {
   std::vector<size_t> row(name.size() + 1, 0);
   for (size_t j = 0; j < name.size(); ++j) {

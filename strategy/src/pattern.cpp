@@ -16,11 +16,11 @@ std::vector<std::string_view> split_levels(std::string_view text) {
 }
 
 bool matches_level(std::string_view pattern, std::string_view level) {
-  // Greedy with one backtracking point: if the text after the last `*` does not match, that `*`
-  // takes one more character. An earlier `*` never has to be revisited.
+  // Greedy with one backtracking point: if the pattern after the last `*` does not match, that `*`
+  // matches one more character. An earlier `*` need not be revisited.
   size_t p = 0;
-  size_t star = std::string_view::npos;  // the last `*` met
-  size_t resume = 0;                     // where in `level` the text after it is tried next
+  size_t star = std::string_view::npos;  // position of the last `*` reached
+  size_t resume = 0;                     // where in `level` the pattern after it is tried next
   for (size_t i = 0; i < level.size();) {
     if (p < pattern.size() && pattern[p] == '*') {
       star = p++;
@@ -53,7 +53,7 @@ void check_pattern(std::string_view pattern) {
     std::string shown(pattern);
     std::replace_if(shown.begin(), shown.end(), is_control, '?');
     throw std::invalid_argument("pattern " + detail::quote(shown) +
-                                ": it holds a control character (shown as ?); remove it");
+                                ": it contains a control character (shown as ?); remove it");
   }
   const auto levels = detail::split_levels(pattern);
   if (std::any_of(levels.begin(), levels.end(), [](auto level) { return level.empty(); })) {

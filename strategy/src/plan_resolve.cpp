@@ -39,7 +39,7 @@ struct PatternLevels {
 
 std::vector<Match> find_matches(const std::vector<Rule>& rules,
                                 std::span<const std::string> module_names) {
-  // A pattern matches only names with the same number of levels, so patterns are grouped by it.
+  // A pattern matches only names with its number of levels, so patterns are grouped by this number.
   std::vector<PatternLevels> patterns;
   std::vector<std::vector<size_t>> by_num_levels;
   for (const Rule& rule : rules) {
@@ -128,7 +128,7 @@ bool is_same_except_pattern(const Rule& rule, const Rule& other) {
   return same == other;
 }
 
-// Modules that own the modules below them, each with its rule.
+// The modules that own the modules below them, each with its rule; see owns_modules_below.
 using Owners = std::unordered_map<std::string_view, const Rule*>;
 
 // Returns the nearest owner above `module`, if any.

@@ -24,8 +24,8 @@ bool is_plain_char(char c) {
   return is_alpha(c) || (c >= '0' && c <= '9') || c == '.' || c == '*' || c == '-';
 }
 
-// Whether YAML reads the unquoted word as this string, not as an alias, a number, a boolean, ...
-// edit_distance ignores case.
+// Returns whether YAML reads the unquoted word as a string, not as an alias, a number, a boolean or
+// the like. edit_distance ignores case, as YAML does for these words.
 bool is_plain(std::string_view text) {
   constexpr std::array<std::string_view, 9> kOtherTypes = {
       "null", "true", "false", "yes", "no", "on", "off", "y", "n"};
@@ -36,7 +36,7 @@ bool is_plain(std::string_view text) {
          });
 }
 
-// A double-quoted string, the same in YAML and JSON. Control characters do not occur: see
+// Returns a double-quoted string, as in YAML and JSON. `text` has no control characters: see
 // check_pattern.
 std::string double_quote(std::string_view text) {
   std::string result = "\"";
@@ -75,8 +75,8 @@ class LineParser {
   }
 
  private:
-  // {style: S, heads: H, recompute: B, offload: B, precision: P}, in any order, all but the style
-  // optional.
+  // Parses {style: S, heads: H, recompute: B, offload: B, precision: P}, in any order; all keys but
+  // the style are optional.
   void parse_mapping(Rule& rule) {
     expect('{');
     std::set<std::string> keys;
@@ -112,7 +112,7 @@ class LineParser {
     return true;
   }
 
-  // The next character that is not blank, '\0' at the end of the line.
+  // Returns the next character that is not blank, '\0' at the end of the line.
   char next() {
     while (position_ < line_.size() && (line_[position_] == ' ' || line_[position_] == '\t')) {
       ++position_;
@@ -127,7 +127,7 @@ class LineParser {
     ++position_;
   }
 
-  // YAML reads "a:row" as a single word.
+  // Requires a blank after the colon, because YAML reads "a:row" as a single word.
   void expect_colon() {
     expect(':');
     if (const size_t end = position_; next() != '\0' && position_ == end) {

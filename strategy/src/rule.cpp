@@ -18,7 +18,7 @@ using detail::quote;
 // Indexed by the enumerator.
 constexpr std::array<std::string_view, 3> kDtypeNames = {"float32", "bfloat16", "float16"};
 
-// Whether `text` is a Python attribute name; any non-ASCII character counts as a letter.
+// Returns whether `text` is a Python attribute name; any non-ASCII character counts as a letter.
 bool is_attribute_name(std::string_view text) {
   const auto is_letter = [](char c) {
     return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_' ||

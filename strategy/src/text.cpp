@@ -60,7 +60,7 @@ std::string quote_module(std::string_view name) {
 }
 
 size_t edit_distance(std::string_view a, std::string_view b) {
-  // row[j]: distance between the prefix of `a` read so far and the first j characters of `b`.
+  // row[j]: the distance between the prefix of `a` read so far and the first j characters of `b`.
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
   for (size_t i = 0; i < a.size(); ++i) {

@@ -14,7 +14,7 @@ namespace weft::strategy::detail {
 
 std::string_view trim(std::string_view text);
 
-// "a.b.c" -> {"a", "b", "c"}; the views borrow from `text`. An empty text gives one empty view.
+// "a.b.c" -> {"a", "b", "c"}; the views point into `text`. An empty text gives one empty view.
 std::vector<std::string_view> split(std::string_view text, char separator);
 
 // Parses a decimal integer; nullopt if there is anything before or after it, or if it overflows.
@@ -26,8 +26,8 @@ std::string join(std::span<const std::string> parts, std::string_view separator)
 std::string quote_module(std::string_view name);
 std::string quote(std::string_view text);
 
-// The number of insertions, deletions and substitutions that turn one text into the other, ignoring
-// ASCII case.
+// Returns the number of insertions, deletions and substitutions that turn one text into the other,
+// ignoring ASCII case.
 size_t edit_distance(std::string_view a, std::string_view b);
 
 // Returns the candidate with the smallest edit distance, the first on a tie.

@@ -121,7 +121,7 @@ def test_row_steps_need_no_full_gradient(tmp_path: Path, device: str, rows: int)
         ({"model": LLAMA_70B, "mesh": {}, "optimizer_in_backward": "columns"}, "'columns'; use true, false or 'rows'"),
         (
             {"model": LLAMA_70B, "mesh": {"data_parallel": 2}, "optimizer_in_backward": "rows"},
-            "has data-parallel ranks, over which full gradients are summed",
+            "has data-parallel ranks, over which full gradients are averaged",
         ),
         ({"model": LLAMA_70B, "mesh": "tensor_parallel=0"}, "tensor_parallel"),
         ({"model": LLAMA_70B, "mesh": {"tensor_parallel": 16}}, "num_kv_heads = 8 heads do not divide over 16"),

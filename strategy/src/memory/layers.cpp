@@ -6,7 +6,8 @@ namespace weft::strategy::detail {
 
 namespace {
 
-constexpr int64_t kRandomStateBytes = 5056;  // of torch's CPU generator; a checkpoint saves it
+// The size of the state of torch's CPU generator, which an activation checkpoint saves.
+constexpr int64_t kRandomStateBytes = 5056;
 
 }  // namespace
 
@@ -100,7 +101,7 @@ Buffer Mlp::fused_backward(int64_t rows, const Buffer& grad_y, bool needs_input_
     const Buffer expanded = grad_y ? Buffer() : memory_->scratch(rows * features);
     memory_->make_mlp_gradients(layers_.back());
   }
-  gate_.reset();  // autograd frees a node's saved tensors when the node is done
+  gate_.reset();  // autograd frees a node's saved tensors when its backward ends
   up_.reset();
   down_input.reset();
   if (is_gated_) {
@@ -190,7 +191,7 @@ Buffer Attention::backward(int64_t rows, const Buffer& /*grad_y*/) {
   key_.reset();
   value_.reset();
   logsumexp_.reset();
-  // Each projection's gradient of x is added to the sum of the previous ones.
+  // The gradients of x through the three projections are added up one by one.
   memory_->make_gradients(name_ + ".v_proj");
   Buffer grad_x = memory_->scratch(rows * dim_);
   grad_value.reset();
@@ -227,7 +228,7 @@ Block::Block(RankMemory& memory,
       empty_(layers_) {}
 
 Buffer Block::run(int64_t rows, const Buffer& x, bool saves_activations) {
-  // Without saves_activations, a layer's buffers are released when it is done.
+  // Without saves_activations, a layer's buffers are released when its forward ends.
   const auto release = [&](auto& layer, const auto& empty) {
     if (!saves_activations) {
       layer = empty;

@@ -7,9 +7,10 @@
 
 namespace weft::strategy::detail {
 
-// The memory of layers as they run on a rank, by torch's eager kernels, operator by operator. A
-// forward holds the tensors that autograd saves, its backward releases them; temporaries are held
-// while they live. Temporaries of a few elements per token are left out.
+// Simulates the memory of a rank's layers as torch's eager kernels allocate it, operator by
+// operator. A forward holds the buffers of the tensors that autograd saves; the backward releases
+// them. Buffers of temporaries are held for the temporaries' lifetime. Temporaries of a few
+// elements per token are left out.
 //
 // `rows` is the number of tokens of an activation. The caller of a layer also holds the layer's
 // input.
@@ -17,7 +18,7 @@ namespace weft::strategy::detail {
 // An MLP: one fused column_row_mlp, or separate layers.
 class Mlp {
  public:
-  // Names of the layers: gate, up and down, or up and down.
+  // `layers`: the names of the linear layers gate, up and down, or of up and down.
   Mlp(RankMemory& memory, std::vector<std::string> layers);
 
   // Holds `x` until the backward. `needs_input_grad` is false if `x` is the batch.
@@ -33,11 +34,11 @@ class Mlp {
   bool is_gated_;
   bool recompute_;
   bool is_fused_;
-  bool is_summed_;  // over the ranks
+  bool is_summed_;  // whether the output is all-reduced
   int64_t dim_;
   int64_t hidden_;
   Buffer x_, gate_, up_;
-  // Only of separate layers: the activated gate of a gated MLP, and the input of the last layer.
+  // Only for separate layers: the activated gate of a gated MLP, and the input of the last layer.
   Buffer activated_, down_input_;
 };
 
@@ -73,7 +74,7 @@ class Attention {
   int64_t dim_;
   int64_t query_dim_;
   int64_t kv_dim_;
-  bool is_summed_;  // over the ranks
+  bool is_summed_;  // whether the output is all-reduced
   int64_t num_heads_;
   Buffer x_, query_, key_, value_, output_, logsumexp_;
 };
@@ -97,14 +98,15 @@ class Block {
     Buffer residual;  // the residual stream between attention and MLP
   };
 
-  // Runs the forward. If `saves_activations`, the layers keep holding what autograd saves.
+  // Runs the forward. If `saves_activations`, the layers keep holding the tensors that autograd
+  // saves.
   Buffer run(int64_t rows, const Buffer& x, bool saves_activations);
 
   RankMemory* memory_;
   int64_t dim_;
   Checkpointing checkpointing_;
   Layers layers_;
-  Layers empty_;  // the layers before any forward, holding nothing
+  Layers empty_;  // the layers before any forward, without buffers
   Buffer x_, random_state_;
   RankMemory::Tape tape_;  // the tensors that a selective checkpoint keeps
 };

@@ -57,7 +57,7 @@ namespace detail {
 
 namespace {
 
-// Return the styles that plan="auto" gives a model.
+// Returns the styles that plan="auto" gives a model's modules.
 Styles auto_styles(const FeedForwardModel& /*model*/) { return {{"", {Style::kColumnRowMlp}}}; }
 
 Styles auto_styles(const DecoderModel& model) {
@@ -75,7 +75,7 @@ Styles auto_styles(const DecoderModel& model) {
   return styles;
 }
 
-// Add the styles of the layers of the fused MLP `mlp`, by column and by row.
+// Adds the styles of the layers of the fused MLP `mlp`: column, and row for the last layer.
 void add_layers(Styles& styles, const std::string& mlp, const FeedForwardModel& model) {
   const ModuleStyle own = styles.at(mlp);
   styles["w1"] = {.style = Style::kColumn, .recompute = own.recompute, .is_fused = true};
@@ -146,7 +146,7 @@ std::optional<std::size_t> shard_dim_of(Style style) {
   }
 }
 
-// Collects parameters with the styles of their modules.
+// Collects a model's parameters, sharded by the styles of their modules.
 class Collector {
  public:
   explicit Collector(const Styles& styles) : styles_(styles) {}

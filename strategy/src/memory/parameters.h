@@ -15,12 +15,13 @@ namespace weft::strategy::detail {
 struct Parameter {
   std::string module;
   std::vector<int64_t> shape;
-  std::optional<std::size_t> shard_dim;  // over the tensor-parallel axis; nullopt: replicated
-  int64_t unit = 0;                      // of FSDP: 0 is the root, block i is i + 1
+  std::optional<std::size_t> shard_dim;  // sharded over tensor_parallel; nullopt: replicated
+  int64_t unit = 0;                      // FSDP unit: 0 is the root unit, i + 1 is block i
 };
 
-// A module's style. `recompute`, of a fused column_row_mlp and its layers: whether the MLP
-// recomputes its hidden activations. `is_fused`: whether a layer belongs to such an MLP.
+// A module's style. `recompute`: whether the module is a fused column_row_mlp, or one of its
+// layers, that recomputes its hidden activations. `is_fused`: whether the module is a layer of a
+// fused MLP.
 struct ModuleStyle {
   Style style = Style::kReplicate;
   bool recompute = false;

@@ -48,7 +48,7 @@ int64_t num_moments(OptimizerKind optimizer) {
   return 0;
 }
 
-// A float32 tensor of one element counts the steps of each parameter.
+// All optimizers but SGD count each parameter's steps in a float32 tensor of one element.
 int64_t step_count_bytes(OptimizerKind optimizer) {
   const bool is_sgd = optimizer == OptimizerKind::kSgd || optimizer == OptimizerKind::kSgdMomentum;
   return is_sgd ? 0 : 4;
@@ -236,20 +236,20 @@ Buffer RankMemory::step_temporaries(int64_t parameter_bytes) {
   if (spec_.optimizer == OptimizerKind::kAdagrad) {
     return root;
   }
-  return hold_bytes(MemoryCategory::kScratch, parameter_bytes);  // the root, bias-corrected
+  return hold_bytes(MemoryCategory::kScratch, parameter_bytes);  // the bias-corrected root
 }
 
 void RankMemory::step() {
   if (spec_.steps_in_backward) {
     return;
   }
-  Buffer divisor;  // the previous parameter's lives until the next one's is computed
+  Buffer divisor;  // a parameter's divisor lives until that of the next parameter is computed
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     divisor = step_temporaries(local_bytes(i));
   }
 }
 
-// The all-gathered buffer and the parameters that are copied out of it are held together.
+// The all-gathered buffer is freed only after the parameters have been copied out of it.
 void RankMemory::unshard(int64_t unit) {
   if (dp_size_ == 1 || unsharded_units_.at(static_cast<std::size_t>(unit))) {
     return;
@@ -280,7 +280,7 @@ void RankMemory::reduce_gradients(int64_t unit) {
       }
     }
     const Buffer output = hold_bytes(MemoryCategory::kScratch, num_bytes / dp_size_);
-    // The segments for the other ranks, each rounded up to cache lines.
+    // A rank stages the segments of the other ranks, each rounded up to cache lines of 64 bytes.
     const int64_t segment_bytes = (std::min(num_bytes, kMaxStagingBytes) / dp_size_ + 63) / 64 * 64;
     communicate(segment_bytes * (dp_size_ - 1));
   }

@@ -23,7 +23,7 @@ class RankMemory {
   Buffer scratch(int64_t num) {
     return hold_bytes(MemoryCategory::kScratch, num * activation_bytes_);
   }
-  // Saves a tensor that mixed precision leaves in float32: the residual stream, norms and the loss.
+  // Holds a saved tensor that mixed precision leaves in float32: residual stream, norms and loss.
   Buffer saved_wide(int64_t num) { return hold_bytes(saved_category(), num * wide_bytes_); }
   Buffer hold_bytes(MemoryCategory category, int64_t num_bytes) {
     return timeline_.hold(category, num_bytes);
@@ -39,8 +39,8 @@ class RankMemory {
     return product(MemoryCategory::kScratch, num * activation_bytes_);
   }
 
-  // A selective checkpoint: until end_recording(), products count as saved and are also held by the
-  // tape.
+  // Records a selective checkpoint: until end_recording(), products count as saved, and the tape
+  // holds them, too.
   using Tape = std::deque<Buffer>;
   void begin_recording(Tape& tape) { recorded_ = &tape; }
   void end_recording() { recorded_ = nullptr; }
@@ -59,16 +59,16 @@ class RankMemory {
   void make_optimizer_state();
 
   // Allocates the gradients of a module's parameters, and steps if the step is in the backward.
-  // With data parallelism, allocates unsharded gradients; reduce_gradients() does the rest.
+  // With data parallelism, allocates unsharded gradients, which reduce_gradients() completes.
   void make_gradients(const std::string& module);
   // The same for a layer of a fused MLP, whose weight may be stepped some rows at a time.
   void make_mlp_gradients(const std::string& module);
-  // Returns the number of rows of a layer's weight gradient that are computed at a time.
+  // Returns the number of rows of a layer's weight gradient that are computed at once.
   [[nodiscard]] int64_t rows_at_once(const std::string& module) const;
-  // Holds as many bytes as a module's parameters, unsharded over data-parallel ranks, until the
-  // caller drops the result.
+  // Holds as many bytes as a module's parameters have, not sharded over data-parallel ranks, until
+  // the caller drops the result.
   Buffer weight_sized(const std::string& module);
-  // Allocates a gradient of every parameter, as an earlier step leaves them.
+  // Allocates the gradients of all parameters, which the previous step has left.
   void hold_gradients_of_previous_step();
   void drop_gradients();
   void step();
@@ -85,8 +85,8 @@ class RankMemory {
   void communicate(int64_t num_bytes);
   void communicate_once(int64_t num_bytes);
 
-  // Allocate and drop half-precision copies of all weights and of their gradients, if precision is
-  // mixed.
+  // Allocate and drop half-precision copies of all weights and of their gradients, if the precision
+  // is mixed.
   void copy_weights();
   void copy_gradients();
   void drop_copies();
@@ -96,14 +96,14 @@ class RankMemory {
     Buffer parameter;
     Buffer gradient;
     Buffer state;
-    Buffer unsharded_gradient;  // until its unit is reduced
+    Buffer unsharded_gradient;  // until its unit's gradients are reduced
   };
 
   [[nodiscard]] MemoryCategory saved_category() const {
     return replayed_ != nullptr ? MemoryCategory::kScratch : MemoryCategory::kSavedActivations;
   }
   [[nodiscard]] int64_t local_bytes(std::size_t idx) const;      // of the shard on this rank
-  [[nodiscard]] int64_t unsharded_bytes(std::size_t idx) const;  // of all data-parallel shards
+  [[nodiscard]] int64_t unsharded_bytes(std::size_t idx) const;  // sum of data-parallel shards
   [[nodiscard]] int64_t unit_bytes(int64_t unit) const;
   [[nodiscard]] int64_t all_local_bytes() const;
   // Allocates the temporaries of torch's loop for one parameter's step. Returns those that it still
@@ -139,8 +139,8 @@ class RankMemory {
 // Returns the size of an axis, 1 if the mesh does not have it.
 int64_t axis_size(const Mesh& mesh, std::string_view axis);
 
-// Return the number of tensors of a parameter's size that an optimizer keeps for it, and the bytes
-// that it keeps beside them.
+// Return the number of tensors of a parameter's size that an optimizer keeps for the parameter, and
+// the bytes of its step count.
 int64_t num_moments(OptimizerKind optimizer);
 int64_t step_count_bytes(OptimizerKind optimizer);
 

@@ -10,10 +10,10 @@ namespace weft::strategy::detail {
 
 class Timeline;
 
-// Holds bytes as long as a copy of it lives; an empty one holds nothing.
+// Holds bytes as long as a copy of the Buffer lives; an empty Buffer holds none.
 using Buffer = std::shared_ptr<const void>;
 
-// Counts bytes by category, and remembers the peak of each phase. Must outlive its buffers.
+// Counts bytes by category, and records the peak of each phase. Must outlive its buffers.
 class Timeline {
  public:
   Timeline() = default;

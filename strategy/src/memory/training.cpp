@@ -1,4 +1,4 @@
-// Simulates the phases of a training step, and finds the ranks that differ in them.
+// Simulates the phases of a training step, and finds the ranks with different local shapes.
 
 #include "../text.h"
 #include "layers.h"
@@ -17,7 +17,7 @@ namespace {
 using detail::Buffer;
 using detail::RankMemory;
 
-constexpr int64_t kTokenIdBytes = 8;
+constexpr int64_t kTokenIdBytes = 8;  // int64
 
 // A model's forward, with its loss, and its backward.
 class Run {
@@ -138,7 +138,7 @@ class DecoderRun : public Run {
   }
 
  private:
-  // The all-gather orders logits by rank; a copy puts them in the order of the classes.
+  // The all-gather orders logits by rank; a copy then orders them by class.
   Buffer logits_forward() {
     Buffer logits_shard = memory_.scratch(rows_ * own_vocabulary_);
     if (!gathers_logits_) {
@@ -168,7 +168,7 @@ std::unique_ptr<Run> make_run(RankMemory& memory, const TrainingSpec& spec) {
   return std::make_unique<DecoderRun>(memory, std::get<DecoderModel>(spec.model), spec);
 }
 
-// Up to these sizes, no sum of bytes overflows.
+// With sizes up to these limits, no sum of bytes overflows.
 constexpr int64_t kMaxSize = int64_t{1} << 22;
 constexpr int64_t kMaxLayers = int64_t{1} << 12;
 
@@ -219,7 +219,7 @@ void check_steps_by_rows(const TrainingSpec& spec) {
     if (detail::axis_size(spec.mesh, axis) > 1) {
       throw std::invalid_argument("memory: the mesh '" + spec.mesh.to_string() +
                                   "' has data-parallel ranks, over which full gradients are "
-                                  "summed; step by rows with tensor-parallel ranks alone");
+                                  "averaged; use tensor-parallel ranks only to step by rows");
     }
   }
   const auto styles = detail::resolve_styles(spec);
@@ -295,7 +295,7 @@ std::vector<RankClass> distinct_ranks(const TrainingSpec& spec) {
   const int64_t tp_size = detail::axis_size(spec.mesh, "tensor_parallel");
   const auto parameters = detail::parameters_of(spec.model, detail::resolve_styles(spec));
   std::map<std::vector<int64_t>, RankClass> classes;  // by the local sizes of all parameters
-  // Ranks with the same tp_rank hold the same bytes, as FSDP2 pads its shards.
+  // Ranks with the same tp_rank hold the same bytes, because FSDP2 pads its shards.
   const std::vector<int64_t> group = spec.mesh.has_axis("tensor_parallel")
                                          ? spec.mesh.group("tensor_parallel", 0)
                                          : std::vector<int64_t>{0};

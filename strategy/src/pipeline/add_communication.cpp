@@ -1,6 +1,6 @@
 // Simulates the schedule, with a send right after each action whose output another rank needs, and
-// writes each rank's new list in the process. A receive is posted `prefetch` actions before the one
-// that needs it or, if all ranks would block before that, where its rank is then.
+// writes each rank's new list in the process. A receive is posted `prefetch` actions before the
+// action that needs it or, if all ranks would block before that, at its rank's current position.
 
 #include "../text.h"
 #include "traversal.h"
@@ -79,8 +79,9 @@ class CommunicationPass {
     return static_cast<size_t>(schedule_.rank_of()[static_cast<size_t>(stage)]);
   }
 
-  // Returns the index of the channel between `stage` and `neighbour`; nullopt if no message crosses
-  // ranks. Channels are in the order of the receiving stages, all forward before all backward ones.
+  // Returns the index of the channel between `stage` and `neighbour`; nullopt if there is no such
+  // neighbour or it is on the same rank. Channels are in the order of the receiving stages, forward
+  // channels before backward ones.
   [[nodiscard]] std::optional<size_t> channel_idx(int64_t stage,
                                                   int64_t neighbour,
                                                   int64_t receiving_stage,
@@ -92,7 +93,7 @@ class CommunicationPass {
     return static_cast<size_t>(receiving_stage + (is_forward ? 0 : schedule_.num_stages()));
   }
 
-  // The channels of an action's output and input.
+  // Return the channels of an action's output and of its input.
   [[nodiscard]] std::optional<size_t> output_channel(const Action& action) const {
     const int64_t stage = action.stage;
     switch (action.kind) {
@@ -142,8 +143,8 @@ class CommunicationPass {
     }
   }
 
-  // Whether an action's input from another rank has been sent. Inputs from its own rank precede it
-  // in the list, as check() has verified.
+  // Returns whether an action's input from another rank has been sent. check() has verified that
+  // actions on the same rank that compute an input are earlier in the list.
   [[nodiscard]] bool has_input(const Action& action) const {
     const auto idx = input_channel(action);
     return !idx || channels_[*idx].num_sent >
@@ -210,7 +211,7 @@ Schedule add_communication(const Schedule& schedule, const CommunicationOptions&
   }
   if (schedule.has_communication()) {
     throw std::invalid_argument(
-        "schedule: it has sends or receives already; pass one without them");
+        "schedule: it has sends or receives already; pass a schedule without them");
   }
   check(schedule);
   return CommunicationPass(schedule, options).run();

@@ -19,8 +19,7 @@ constexpr uint16_t bit(ActionKind kind) {
   return static_cast<uint16_t>(uint16_t{1} << static_cast<uint16_t>(kind));
 }
 
-// Checks each rank's list by itself: which actions each stage has for each micro-batch, and their
-// order.
+// Checks each rank's list separately: the actions of each stage and micro-batch, and their order.
 class RankChecker {
  public:
   explicit RankChecker(const Schedule& schedule) : schedule_(schedule) {
@@ -52,8 +51,8 @@ class RankChecker {
   }
 
  private:
-  // Called before memory is allocated for every stage and micro-batch, as one high index would
-  // allocate a lot.
+  // Called before memory is allocated for every stage and micro-batch, because one high index would
+  // allocate much of it.
   void check_counts() const {
     int64_t num_forwards = 0;
     for (const auto& actions : schedule_.ranks()) {

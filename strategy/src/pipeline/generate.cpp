@@ -1,5 +1,5 @@
 // Every rank's list interleaves two sequences, its forwards and its backwards. All ranks have the
-// same order within a sequence, so a rank's n-th send is its neighbour's n-th receive.
+// same order within a sequence, so that a rank's n-th send is its neighbour's n-th receive.
 
 #include "weft/strategy/pipeline/generate.h"
 
@@ -92,13 +92,14 @@ Actions one_forward_one_backward(const Sequences& sequences, int64_t warm_up) {
   return result;
 }
 
-// ZB-H1: splits the backwards of a 1F1B list and delays the weight halves to fill the bubble. One
-// is done when a forward would otherwise put more than `num_ranks` micro-batches in flight and,
-// after the last forward, after each input half; the rest come at the end.
+// ZB-H1: splits the backwards of a 1F1B list and delays the weight halves to fill the bubble. A
+// weight half is added before a forward that would put more than `num_ranks` micro-batches in
+// flight and, after the last forward, after each input half; the remaining ones are added at the
+// end.
 Actions split_backwards(const Actions& one_f_one_b, int64_t num_ranks) {
   Actions result;
   result.reserve(one_f_one_b.size() / 2 * 3);
-  Actions delayed;  // weight halves, the first `next` of which are done
+  Actions delayed;  // weight halves, the first `next` of which are in `result`
   size_t next = 0;
   int64_t in_flight = 0;
   auto num_forwards = static_cast<int64_t>(one_f_one_b.size() / 2);
@@ -129,9 +130,10 @@ Actions split_backwards(const Actions& one_f_one_b, int64_t num_ranks) {
 }
 
 // The order of Narayanan et al. 2021, which needs full rounds of one micro-batch per rank. A rank's
-// warm-up has two more forwards for each rank after it, because a gradient returns through all of
-// them. A short last round takes the order of a full one, without the missing micro-batches. (An
-// order made for the short round deadlocks: forwards wait for backwards that wait for them.)
+// warm-up has two more forwards for each rank after it, because a micro-batch passes through these
+// ranks forward and backward. A short last round has the order of a full one, without the missing
+// micro-batches. (An order made for the short round deadlocks: forwards wait for backwards, and
+// these for the forwards.)
 Actions interleave(GenerateOptions options, int64_t rank) {
   const int64_t p = options.num_ranks;
   const int64_t m = options.num_micro_batches;
@@ -161,7 +163,7 @@ Actions actions_of(ScheduleKind kind, const GenerateOptions& options, int64_t ra
       return split_backwards(one_forward_one_backward(make_sequences(options, rank, m), p - rank),
                              p);
   }
-  throw std::logic_error("generate: a kind without a case");
+  throw std::logic_error("generate: a schedule kind without a case");
 }
 
 void check_options(ScheduleKind kind, const GenerateOptions& options) {

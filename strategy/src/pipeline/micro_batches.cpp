@@ -39,8 +39,8 @@ std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> sh
     sizes.push_back(std::max<int64_t>(1, static_cast<int64_t>(wanted.back())));
     left -= sizes.back();
   }
-  // Give the samples that are left to the sizes that lack most, and take an excess from the sizes
-  // that exceed their share most.
+  // Add the remaining samples, one by one, to the size that is furthest below its share; remove an
+  // excess, one by one, from the size that is furthest above its share.
   for (; left != 0; left -= left > 0 ? 1 : -1) {
     size_t chosen = 0;
     double most = -std::numeric_limits<double>::infinity();
@@ -49,7 +49,7 @@ std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> sh
       const double key = left > 0       ? lack
                          : sizes[i] > 1 ? -lack
                                         : -std::numeric_limits<double>::infinity();
-      // The first of those that are equal except for rounding.
+      // The tolerance chooses the first size among those that are equal up to rounding.
       if (key > most + 1e-9) {
         chosen = i;
         most = key;

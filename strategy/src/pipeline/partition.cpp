@@ -89,7 +89,7 @@ class Sums {
            in_flight * (activations_[end] - activations_[begin]);
   }
 
-  // The cost to minimize; kImpossible above the memory limit.
+  // Returns the cost to minimize; kImpossible above the memory limit.
   [[nodiscard]] double cost(size_t stage, size_t begin, size_t end, double memory_weight) const {
     const int64_t stage_bytes = bytes(stage, begin, end);
     if (options_.memory_limit && stage_bytes > *options_.memory_limit) {
@@ -103,7 +103,7 @@ class Sums {
 
  private:
   const PartitionOptions& options_;
-  // Entry i: the sum over the first i layers.
+  // Entry i is the sum over the first i layers.
   std::vector<double> times_;
   std::vector<int64_t> activations_;
   std::vector<int64_t> parameters_;
@@ -115,8 +115,8 @@ struct Cut {
 };
 
 // Returns the cut into `num_stages` with the least value, by dynamic programming over stages.
-// cost(stage, begin, end) is the cost of one stage of layers [begin, end); add(value, cost) adds
-// it to the value of the stages before.
+// cost(stage, begin, end) is the cost of a stage with the layers [begin, end); add(value, cost)
+// combines the value of the previous stages with this cost.
 template <typename Cost, typename Add>
 Cut best_cut(size_t num_layers, size_t num_stages, Cost cost, Add add) {
   // Indexed by the end of the last stage so far: the best value, and where that stage begins.

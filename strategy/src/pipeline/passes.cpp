@@ -17,7 +17,7 @@ namespace {
 
 using Actions = std::vector<Action>;
 
-// The positions at which a rank's compute actions need each stage.
+// The positions of a rank's compute actions in its list, by stage.
 class StageUses {
  public:
   explicit StageUses(const Actions& actions) {
@@ -98,18 +98,18 @@ Schedule change_ranks(const Schedule& schedule, Change change) {
 }
 
 // Returns the compute actions of `schedule` for which `keeps` is true, in the same order. Throws if
-// it has other actions.
+// the schedule has actions that are not compute actions.
 template <typename Keeps>
 Schedule keep_if(const Schedule& schedule, Keeps keeps) {
   if (schedule.has_communication()) {
     throw std::invalid_argument(
-        "schedule: it has sends or receives already; pass one of compute actions only");
+        "schedule: it has sends or receives already; pass a schedule of compute actions only");
   }
   for (const Actions& actions : schedule.ranks()) {
     for (const Action& action : actions) {
       if (!is_compute(action.kind)) {
-        throw std::invalid_argument("schedule: " + to_string(action) +
-                                    " is there already; pass one of compute actions only");
+        throw std::invalid_argument("schedule: it has " + to_string(action) +
+                                    " already; pass a schedule of compute actions only");
       }
     }
   }
@@ -132,8 +132,8 @@ Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded) {
   for (const Actions& actions : schedule.ranks()) {
     for (const Action& action : actions) {
       if (action.kind == ActionKind::kUnshard) {
-        throw std::invalid_argument("schedule: " + to_string(action) +
-                                    " is there already; pass a schedule without UNSHARD");
+        throw std::invalid_argument("schedule: it has " + to_string(action) +
+                                    " already; pass a schedule without UNSHARD");
       }
     }
   }
@@ -145,7 +145,7 @@ Schedule add_unshards(const Schedule& schedule, int64_t max_unsharded) {
 Schedule merge_backwards(const Schedule& schedule) {
   check(schedule);
   const auto rank_of = schedule.rank_of();
-  // Whether the gradient that the first half computes is sent to another rank.
+  // Returns whether the gradient that the input half computes is sent to another rank.
   const auto sends = [&](int32_t stage) {
     const auto at = static_cast<size_t>(stage);
     return stage > 0 && rank_of[at - 1] != rank_of[at];
@@ -172,8 +172,9 @@ Schedule forward_only(const Schedule& schedule) {
 
 Schedule first_micro_batches(const Schedule& schedule, int64_t num_micro_batches) {
   if (num_micro_batches < 1 || num_micro_batches > schedule.num_micro_batches()) {
-    throw std::invalid_argument("schedule: asked for " + std::to_string(num_micro_batches) +
-                                " of its " + std::to_string(schedule.num_micro_batches()) +
+    throw std::invalid_argument("schedule: got num_micro_batches " +
+                                std::to_string(num_micro_batches) + " for a schedule of " +
+                                std::to_string(schedule.num_micro_batches()) +
                                 " micro-batches; pass 1 to as many as there are");
   }
   return keep_if(schedule, [&](const Action& a) { return a.micro_batch < num_micro_batches; });

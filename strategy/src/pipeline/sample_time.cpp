@@ -54,7 +54,7 @@ LinearTime fit_time(std::span<const int64_t> num_samples, std::span<const double
   }
   const double slope = covariance / variance;
   const double fixed = mean_time - slope * mean_size;
-  if (fixed < 0) {  // the best line through the origin
+  if (fixed < 0) {  // the least-squares line through the origin
     return {.fixed = 0, .per_sample = time_squares / size_squares};
   }
   if (slope < 0) {
@@ -88,7 +88,7 @@ double MeasuredTime::at(double num_samples) const {
   const auto [size, time] = *above;
   const auto [size_before, time_before] = *(above - 1);
   const double slope = (time - time_before) / (size - size_before);
-  // Noise may make the last slope negative, which must not be extrapolated.
+  // A negative last slope comes from noise and must not be extrapolated.
   return num_samples > size ? time + std::max(slope, 0.0) * (num_samples - size)
                             : time_before + slope * (num_samples - size_before);
 }

@@ -26,7 +26,7 @@ Schedule::Schedule(std::vector<std::vector<Action>> ranks) : ranks_(std::move(ra
                                     "from 0");
       }
       const auto stage = static_cast<size_t>(action.stage);
-      // Limited, because memory is allocated up to the highest stage.
+      // Stages are limited, because memory is allocated up to the highest stage.
       if (stage >= rank_of_.size() && stage < kMaxStages) {
         rank_of_.resize(stage + 1, kNowhere);
       }

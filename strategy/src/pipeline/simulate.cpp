@@ -102,8 +102,8 @@ bool ends_backward(ActionKind kind) {
   return kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight;
 }
 
-// Counts the micro-batches and bytes that are held. Only the order of each rank's own list decides
-// these.
+// Counts the micro-batches and bytes that are held, which depend only on the order of each rank's
+// own list.
 class Holdings {
  public:
   Holdings(const Schedule& schedule, const Costs& costs, Simulation& result)

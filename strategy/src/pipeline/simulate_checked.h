@@ -6,7 +6,7 @@
 
 namespace weft::strategy::detail {
 
-// simulate() without check(), for a schedule that check() is known to accept.
+// Like simulate(), without check(): REQUIRES: check() accepts the schedule.
 Simulation simulate_checked(const Schedule& schedule, std::span<const StageCost> stage_costs);
 
 }  // namespace weft::strategy::detail

@@ -14,13 +14,13 @@ namespace weft::strategy::detail {
 // follows its predecessor in its rank's list. A forward follows the previous stage's forward of the
 // same micro-batch; a backward follows its own stage's forward and the next stage's backward. In a
 // schedule with communication, a message arrives with its send, and a send blocks while
-// `channel_capacity` messages of its channel have been sent whose receives are not posted. A
-// channel is one boundary between stages in one direction.
+// `channel_capacity` messages of its channel have been sent and their receives have not been
+// posted. A channel is one boundary between stages in one direction.
 //
 // Advances rank after rank, each until it blocks, so that the order is deterministic.
 class Traversal {
  public:
-  // `schedule` is borrowed. Allocates flags for each stage and micro-batch.
+  // `schedule` must outlive the Traversal. Allocates flags for each stage and micro-batch.
   Traversal(const Schedule& schedule, int64_t channel_capacity);
 
   using Visit = std::function<void(size_t rank, const Action& action)>;
@@ -38,7 +38,7 @@ class Traversal {
   void finish(const Action& action);
 
  private:
-  // The index of a flag of (stage, micro-batch).
+  // Returns the index of the flags of a stage and micro-batch.
   [[nodiscard]] size_t cell(int64_t stage, int64_t micro_batch) const;
   [[nodiscard]] bool on_other_rank(int64_t stage, int64_t other) const;
 
@@ -48,7 +48,7 @@ class Traversal {
   std::vector<uint8_t> outputs_;    // the next stage has the stage's output
   std::vector<uint8_t> gradients_;  // the previous stage has the gradient of the stage's input
   std::vector<uint8_t> forwards_;   // the stage's own forward is done
-  // By the stage that receives: messages sent minus receives posted.
+  // By receiving stage: the number of messages sent minus the number of receives posted.
   std::vector<int64_t> ahead_forward_;
   std::vector<int64_t> ahead_backward_;
   std::vector<size_t> positions_;  // of the next action in each rank's list

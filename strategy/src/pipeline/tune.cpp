@@ -18,7 +18,7 @@ namespace {
   throw std::invalid_argument("tune: " + text);
 }
 
-// The cost of each stage and micro-batch, stage by stage.
+// Returns the cost of each stage and micro-batch, stage by stage.
 std::vector<StageCost> costs_of(std::span<const StageProfile> stages,
                                 std::span<const int64_t> sizes) {
   std::vector<StageCost> costs;
@@ -54,7 +54,7 @@ TunePoint point_of(const Schedule& schedule,
           .fits = !memory_limit || peak <= *memory_limit};
 }
 
-// Fastest first, those that do not fit last.
+// Orders points from the fastest to the slowest, those above the memory limit last.
 auto ranking_key(const TunePoint& point) {
   return std::tuple(!point.fits, point.makespan, point.peak_bytes, point.micro_batch_sizes.size());
 }
@@ -69,7 +69,7 @@ std::vector<ScheduleKind> kinds_for(int64_t stages_per_rank) {
           ScheduleKind::kZeroBubble};
 }
 
-// Powers of two and the numbers half-way between them.
+// Returns the powers of two up to `most` and the numbers half-way between them.
 std::vector<int64_t> default_counts(int64_t most) {
   std::vector<int64_t> result;
   for (int64_t n = 1;; n *= 2) {
@@ -131,7 +131,7 @@ std::vector<TunePoint> tune(std::span<const StageProfile> stages, const TuneOpti
         }
       }
       const TunePoint& even_point = points.back();
-      // Faster by more than rounding, or the only one that fits.
+      // Tapering is faster by more than rounding, or only it is within the memory limit.
       if (best && std::tuple(!best->fits, best->makespan) <
                       std::tuple(!even_point.fits, even_point.makespan * (1 - 1e-6))) {
         points.push_back(*std::move(best));

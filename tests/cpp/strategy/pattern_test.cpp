@@ -116,7 +116,7 @@ TEST(CheckPattern, Errors) {
             "pattern 'layers.**': '**' would cross levels, and no pattern does; write one '*' for "
             "each level");
   EXPECT_EQ(pattern_error("a\nb"),
-            "pattern 'a?b': it holds a control character (shown as ?); remove it");
+            "pattern 'a?b': it contains a control character (shown as ?); remove it");
   EXPECT_EQ(pattern_error("a b.\xc3\xa9.*"), "accepted");
 }
 

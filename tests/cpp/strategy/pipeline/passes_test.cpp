@@ -145,7 +145,7 @@ TEST(AddUnshards, GathersTheNextStageEarly) {
             "0B0,0RESHARD\n");
   EXPECT_THAT(error_of([&] { add_unshards(schedule, 0); }), HasSubstr("max_unsharded is 0"));
   EXPECT_THAT(error_of([&] { add_unshards(add_unshards(schedule)); }),
-              HasSubstr("0UNSHARD is there already"));
+              HasSubstr("it has 0UNSHARD already"));
 }
 
 TEST(MergeBackwards, JoinsNeighboursAlone) {
@@ -170,12 +170,12 @@ TEST(FirstMicroBatches, KeepTheirOrder) {
   const Schedule schedule = make(ScheduleKind::kOneForwardOneBackward, 2, 4);
   EXPECT_EQ(first_micro_batches(schedule, 2).to_string(), "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
   EXPECT_EQ(first_micro_batches(schedule, 4), schedule);
-  EXPECT_THAT(error_of([&] { first_micro_batches(schedule, 5); }), HasSubstr("5 of its 4"));
-  EXPECT_THAT(error_of([&] { first_micro_batches(schedule, 0); }), HasSubstr("0 of its 4"));
+  EXPECT_THAT(error_of([&] { first_micro_batches(schedule, 5); }), HasSubstr("5 for a schedule of 4"));
+  EXPECT_THAT(error_of([&] { first_micro_batches(schedule, 0); }), HasSubstr("0 for a schedule of 4"));
   EXPECT_THAT(error_of([&] { first_micro_batches(add_communication(schedule), 2); }),
               HasSubstr("sends or receives already"));
   EXPECT_THAT(error_of([&] { first_micro_batches(add_unshards(schedule), 2); }),
-              HasSubstr("0UNSHARD is there already"));
+              HasSubstr("it has 0UNSHARD already"));
   for_schedules(9, 11, [](const Schedule& complete) {
     for (const int64_t n : {int64_t{1}, (complete.num_micro_batches() + 1) / 2}) {
       ASSERT_NO_THROW(check(add_communication(first_micro_batches(complete, n))))
