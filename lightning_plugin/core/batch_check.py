@@ -112,9 +112,9 @@ class BatchCheck:
         by_digest: dict[int, list[int]] = {}
         for rank, digest in zip(ranks, digests, strict=True):
             by_digest.setdefault(digest, []).append(rank)
-        parties = " and ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in by_digest.values())
+        holders = " and ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in by_digest.values())
         raise ValueError(
-            f"{loop} batch {batch_idx} differs between {parties}, which share one {group_kind} and must "
+            f"{loop} batch {batch_idx} differs between {holders}, which are in one {group_kind} and must "
             "get the same data: call seed_everything before making random data, shard data sets by the data-parallel "
             "rank instead of the global one, and draw from the default generators only, on every rank alike."
         )

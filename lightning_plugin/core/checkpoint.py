@@ -141,7 +141,7 @@ def load_directory(
     rest: dict[str, Any] = torch.load(path / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
     for idx, optimizer in enumerate(optimizers):
         if not load_optimizer_of_directory(path, optimizer_key(idx), model, optimizer, rest):
-            raise KeyError(_no_optimizer(path, idx))
+            raise KeyError(_no_optimizer_text(path, idx))
     return rest
 
 
@@ -217,7 +217,7 @@ def load_file(
     if optimizers:
         states = checkpoint.pop("optimizer_states", [])
         if len(states) < len(optimizers):
-            raise KeyError(_no_optimizer(path, len(states)))
+            raise KeyError(_no_optimizer_text(path, len(states)))
         for optimizer, state in zip(optimizers, states, strict=False):
             saved_state = state if full_model is None else rekey_by_name(state, model, optimizer, full_model)
             load_state(model, optimizer, saved_state)
@@ -232,7 +232,7 @@ def _shard_like(value: Any, target: Any) -> Any:
     return shard_like(value, target)
 
 
-def _no_optimizer(path: Path, idx: int) -> str:
+def _no_optimizer_text(path: Path, idx: int) -> str:
     return (
         f"the checkpoint {str(path)!r} has no state of optimizer {idx}: it was saved with weights only "
         "or by a run with fewer optimizers; load its weights into the model before fit, and fit without ckpt_path."

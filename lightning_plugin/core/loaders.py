@@ -107,7 +107,7 @@ class FabricLoaders(Loaders):
         lengths = {s.numbers for s in states if is_sharded or s.data_rank == self._engine.data_axes.rank}
         if len(lengths) == 1 and lengths != {(UNKNOWN,)}:
             return None
-        advice = "give them loaders of one length, or leave the loop after the same number of batches on each"
+        advice = "give all ranks loaders of one length, or leave the loop after the same number of batches on each"
         return partial(self.check_next, "a data loader", advice, exchanged)
 
 
@@ -233,7 +233,7 @@ def _limited(length: int, limit: float) -> int:
 
 
 def _advice(limit_name: str) -> str:
-    return f"give them loaders of one length, or pass Trainer({limit_name}=...) a number of batches that all have"
+    return f"give all ranks loaders of one length, or pass Trainer({limit_name}=...) a number of batches that all have"
 
 
 def _batches_before_max_steps(trainer: Any) -> int | None:

@@ -1,4 +1,4 @@
-// Schedules of pipelines in weft.strategy._plan; their documentation is in
+// The pipeline schedules in weft.strategy._plan; their documentation is in
 // strategy/python/_plan.pyi.
 
 #include "pipeline.h"
@@ -25,7 +25,7 @@ namespace {
 
 constexpr int64_t kMaxNumber = std::numeric_limits<int32_t>::max();
 
-// Parses an action's kind: "F", "SEND_F", "UNSHARD", ...
+// Returns an action's kind from its text: "F", "SEND_F", "UNSHARD", ...
 ActionKind parse_kind(const std::string& kind) {
   const bool is_sharding = kind == "UNSHARD" || kind == "RESHARD";
   return parse_action("0" + kind + (is_sharding ? "" : "0")).kind;
@@ -36,8 +36,9 @@ Action make_action(int64_t stage, const std::string& kind, std::optional<int64_t
   const ActionKind parsed = parse_kind(kind);
   const bool is_sharding = parsed == ActionKind::kUnshard || parsed == ActionKind::kReshard;
   if (is_sharding == micro_batch.has_value()) {
-    throw std::invalid_argument("action " + kind + (is_sharding ? " takes no" : " needs a") +
-                                " micro-batch");
+    throw std::invalid_argument("action " + kind +
+                                (is_sharding ? " takes no micro-batch; leave it out"
+                                             : " needs a micro-batch; pass its number"));
   }
   for (const int64_t value : {stage, micro_batch.value_or(0)}) {
     if (value < 0 || value > kMaxNumber) {

@@ -205,7 +205,7 @@ def test_different_batches_raise(rank: int, world_size: int) -> None:
     fabric = fabric_with(world_size, layout="pp2")
     set_up(fabric)
     with pytest.raises(
-        ValueError, match="training batch 0 differs between rank 0 and rank 1, which share one pipeline"
+        ValueError, match="training batch 0 differs between rank 0 and rank 1, which are in one pipeline"
     ):
         fabric.strategy.pipeline_step(BATCHES[rank], next_token)
 

@@ -40,7 +40,7 @@ def track(known: Iterable[torch.Tensor] = ()) -> None:
     Existing tensors are not counted: a warning says how many bytes they hold. Later calls do nothing.
 
     Args:
-        known: existing tensors that the warning leaves out, because the caller adds their bytes itself; see
+        known: existing tensors to leave out of the warning, because the caller counts their bytes by itself; see
             `tag_parameters`.
     """
     if not _memory.track():

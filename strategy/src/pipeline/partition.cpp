@@ -21,14 +21,13 @@ void check_arguments(std::span<const LayerCost> layers, const PartitionOptions& 
     throw_invalid("num_stages is " + std::to_string(options.num_stages) + "; pass 1 or more");
   }
   if (layers.size() < static_cast<size_t>(options.num_stages)) {
-    throw_invalid(std::to_string(options.num_stages) + " stages of " +
-                  std::to_string(layers.size()) +
-                  " layers would leave some without any; pass at most as many stages as layers");
+    throw_invalid("got " + std::to_string(options.num_stages) + " stages for " +
+                  std::to_string(layers.size()) + " layers; pass at most as many stages as layers");
   }
   if (!options.in_flight.empty() &&
       options.in_flight.size() != static_cast<size_t>(options.num_stages)) {
-    throw_invalid(std::to_string(options.in_flight.size()) + " numbers in flight for " +
-                  std::to_string(options.num_stages) + " stages; pass one for each");
+    throw_invalid("in_flight has " + std::to_string(options.in_flight.size()) + " numbers for " +
+                  std::to_string(options.num_stages) + " stages; pass one for each stage");
   }
   if (std::any_of(
           options.in_flight.begin(), options.in_flight.end(), [](int64_t n) { return n < 0; })) {

@@ -6,7 +6,7 @@
 
 namespace weft::strategy::detail {
 
-// Like simulate(), without check(): REQUIRES: check() accepts the schedule.
+// Like simulate(), but does not call check(). REQUIRES: check() accepts the schedule.
 Simulation simulate_checked(const Schedule& schedule, std::span<const StageCost> stage_costs);
 
 }  // namespace weft::strategy::detail

@@ -54,7 +54,7 @@ TunePoint point_of(const Schedule& schedule,
           .fits = !memory_limit || peak <= *memory_limit};
 }
 
-// Orders points from the fastest to the slowest, those above the memory limit last.
+// Returns the key that orders points from the fastest to the slowest, those above the limit last.
 auto ranking_key(const TunePoint& point) {
   return std::tuple(!point.fits, point.makespan, point.peak_bytes, point.micro_batch_sizes.size());
 }

@@ -134,12 +134,11 @@ TEST(Partition, RejectsSumsThatCannotBeCounted) {
 TEST(Partition, RejectsNumbersOutOfRange) {
   const auto layers = with_times({1, 1});
   EXPECT_EQ(error_of([&] { partition(layers, {.num_stages = 3}); }),
-            "partition: 3 stages of 2 layers would leave some without any; pass at most as many "
-            "stages as layers");
+            "partition: got 3 stages for 2 layers; pass at most as many stages as layers");
   EXPECT_THAT(error_of([&] { partition(layers, {.num_stages = 0}); }),
               HasSubstr("num_stages is 0"));
   EXPECT_THAT(error_of([&] { partition(layers, {.num_stages = 2, .in_flight = {1}}); }),
-              HasSubstr("1 numbers in flight for 2 stages"));
+              HasSubstr("in_flight has 1 numbers for 2 stages"));
   EXPECT_THAT(error_of([&] { partition(layers, {.num_stages = 1, .in_flight = {-1}}); }),
               HasSubstr("negative"));
   EXPECT_THAT(error_of([&] { partition(layers, {.memory_weight = 1.5}); }),

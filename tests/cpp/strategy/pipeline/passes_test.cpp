@@ -170,8 +170,10 @@ TEST(FirstMicroBatches, KeepTheirOrder) {
   const Schedule schedule = make(ScheduleKind::kOneForwardOneBackward, 2, 4);
   EXPECT_EQ(first_micro_batches(schedule, 2).to_string(), "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n");
   EXPECT_EQ(first_micro_batches(schedule, 4), schedule);
-  EXPECT_THAT(error_of([&] { first_micro_batches(schedule, 5); }), HasSubstr("5 for a schedule of 4"));
-  EXPECT_THAT(error_of([&] { first_micro_batches(schedule, 0); }), HasSubstr("0 for a schedule of 4"));
+  EXPECT_THAT(error_of([&] { first_micro_batches(schedule, 5); }),
+              HasSubstr("5 for a schedule of 4"));
+  EXPECT_THAT(error_of([&] { first_micro_batches(schedule, 0); }),
+              HasSubstr("0 for a schedule of 4"));
   EXPECT_THAT(error_of([&] { first_micro_batches(add_communication(schedule), 2); }),
               HasSubstr("sends or receives already"));
   EXPECT_THAT(error_of([&] { first_micro_batches(add_unshards(schedule), 2); }),
