@@ -181,7 +181,7 @@ def test_batches_of_any_type(rank: int, tmp_path: Path) -> None:
     assert logger.rows_of("throughput/")[0][1]["throughput/samples_per_second"] == BATCH / STEP_SECONDS
     from weft._plugin.throughput_monitor import _first_dim
 
-    with pytest.raises(ValueError, match=r"a batch of type dict and finds no tensor .*; pass batch_size_fn"):
+    with pytest.raises(ValueError, match=r"a batch of type dict without a tensor .*; pass batch_size_fn"):
         _first_dim({"scale": torch.tensor(2.0)})
 
 
@@ -212,7 +212,7 @@ def test_memory_matches_count(rank: int, world_size: int, tmp_path: Path, every_
         padding = torch.zeros(1000 * (rank + 1))  # so that the ranks differ
         strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2")
         run = trainer(world_size, strategy, tmp_path, logger=logger, callbacks=[monitor], max_epochs=2)
-        with pytest.raises(RuntimeError, match="no figures yet"):
+        with pytest.raises(RuntimeError, match="has not logged yet"):
             monitor.table()
         run.fit(Wide(), loader(torch.randn(24, 256)))
         mine = weft.memory.by_category(at="peak")
