@@ -309,7 +309,7 @@ def reduce_scatter_to_sequence(x: Tensor, dim: int, group_name: str) -> Tensor:
 
 
 def all_to_all(x: Tensor, split_dim: int, cat_dim: int, group_name: str, *, cat_size: int | None = None) -> Tensor:
-    """Return x, full along `split_dim` and sharded along `cat_dim`, as full along `cat_dim`, sharded along `split_dim`.
+    """Return x sharded along `split_dim` instead of `cat_dim`; x is full along `split_dim`, the result along `cat_dim`.
 
     Shard r of x along `split_dim` goes to rank r. `cat_size` is the size of the unsharded `cat_dim`; without `cat_size`
     all shards must have equal sizes. The backward is the all-to-all in the opposite direction.

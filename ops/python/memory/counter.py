@@ -103,7 +103,7 @@ def _is_cuda(device: torch.device | str) -> bool:
 def current(device: torch.device | str = "cpu") -> int:
     """Return the bytes in use now.
 
-    For the CPU, this and the following functions raise RuntimeError before counting begins.
+    For the CPU, raises RuntimeError before counting begins; so do the other functions that return numbers.
     """
     if _is_cuda(device):
         return torch.cuda.memory_allocated(device)

@@ -32,7 +32,7 @@ class ParallelAttention(nn.Module):
 
     One all-reduce forward and one backward. With `sequence_dim`: one all-gather and one reduce-scatter forward, two
     all-gathers and one reduce-scatter backward. In addition, the backward all-reduces the gradients of replicated
-    key/value heads over the ranks that hold copies and, if cos, sin or mask require gradients, these over the group.
+    key/value heads over the ranks that hold copies, and any gradients of cos, sin and mask over the group.
 
     Args:
         dim: size of the last dim of x and of the result.
@@ -42,9 +42,9 @@ class ParallelAttention(nn.Module):
             replicated, that is, neighbouring ranks hold equal copies of one head and sum its gradients.
         group_name: c10d name of the group; "" for a group of one.
         kv_group_name: c10d name of the group of ranks that hold copies of this rank's key/value head, from
-            `weft.nn.kv_groups`. Required if key/value heads are replicated, unless there is only one. The constructor
-            broadcasts the initial values of replicated heads among the ranks that hold copies, so these ranks must
-            construct the module together.
+            `weft.nn.kv_groups`. Required if key/value heads are replicated, unless there is only one such head. The
+            constructor broadcasts the initial values of replicated heads among the ranks that hold copies, so these
+            ranks must construct the module together.
         head_dim: default dim / num_heads.
         fused_qkv: True: one projection `qkv`. False: projections `q`, `k` and `v`, whose weights are concatenated in
             every forward; the concatenated weight is saved for the backward.
