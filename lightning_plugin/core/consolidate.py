@@ -32,7 +32,7 @@ def consolidate_checkpoint(
     Args:
         directory: a checkpoint of `trainer.save_checkpoint` or a ModelCheckpoint, written by any number of ranks.
         file: the path of the new file; None: "DIRECTORY.consolidated".
-        weights_only: as in `torch.load`, with which meta.pt is read: hyperparameters, states of loops and callbacks.
+        weights_only: as in `torch.load`, for meta.pt, which has hyperparameters and the states of loops and callbacks.
 
     Returns:
         The path of the file.

@@ -23,7 +23,7 @@ class FirstGradients:
         self._is_checked = False
 
     def record(self, parameter: Tensor) -> None:
-        """Record the fingerprint that `check` compares in place of a complete gradient that is freed before."""
+        """If `check` is to compare this complete gradient, record its fingerprint: the gradient is freed before."""
         from weft.strategy import gradient_fingerprint
 
         is_replicated = any(placement.is_replicate() for placement in getattr(parameter, "placements", ()))

@@ -21,7 +21,7 @@ class GuardedLauncherMixin:
     check_before_launch: Callable[[], None]
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the host's other ranks, if this process is to, then return the result of `function` in this process."""
+        """Start the host's other ranks, if this launcher starts any; return the result of `function` in this process."""
         self.check_before_launch()
         # Children that read this variable end with their parent: the kernel signals them when the *thread* that started
         # them ends. Only the main thread lives as long as the process.

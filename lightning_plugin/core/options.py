@@ -2,7 +2,7 @@
 
 The Trainer's strategy has Lightning's own options (`StockOptions`), then those of `Options`. Fabric's strategy has
 `parallelize_fn` (`FabricOptions`) before these, and omits the options in `TRAINER_ONLY`.
-`weft._plugin.signatures` makes their signatures and docstrings from these classes.
+`weft._plugin.signatures` makes the signatures and docstrings of both strategies from these classes.
 """
 
 from __future__ import annotations

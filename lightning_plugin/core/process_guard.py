@@ -8,10 +8,10 @@ A rank blocked in a collective runs no Python in its main thread, so neither sig
 exceptions reach it. The guard uses means that still work then: a daemon thread (collectives release the GIL), the
 wake-up pipe that CPython's C-level signal handler writes to, and the kernel's parent-death signal.
 
-    rank 0 is killed           -> the kernel kills the children (PR_SET_PDEATHSIG); without Linux, the children's guards
+    rank 0 is killed           -> the children end: on Linux by PR_SET_PDEATHSIG, elsewhere by their own guards
     a child fails              -> the guard of rank 0 ends the tree after CHILD_GRACE_SECONDS
     SIGINT or SIGTERM in a run -> Python's handlers run; after SIGNAL_GRACE_SECONDS the guard ends the tree
-    an exception on rank 0     -> rank 0 prints the traceback and kills the children at its exit
+    an exception on rank 0     -> its traceback; at its exit, it kills children that outlive CHILDREN_EXIT_SECONDS
     an exception on a child    -> the child exits without waiting for other ranks: see "a child fails"
 
 Ranks that raise the same error print one traceback: see `error_reports.py`.
