@@ -58,12 +58,12 @@ class Engine:
     Attributes:
         name: the name of the strategy's class, for errors.
         plan: the plan that is applied; None: the user's code shards the model.
-        stages: divides the model into the stages of a pipeline, if the options ask for it.
+        stages: divides the model into the stages of a pipeline, if the options request it.
         batch_check: compares batches between the ranks of a tensor-parallel group.
         The other attributes are the arguments, and parts that their classes describe.
 
     Raises:
-        ValueError, TypeError: an option that is invalid whatever the number of devices.
+        ValueError, TypeError: an option that is invalid regardless of the number of devices.
     """
 
     def __init__(self, strategy: StockStrategy, options: Options, owner: str, building_context: str) -> None:
@@ -216,7 +216,7 @@ class Engine:
         self.data_axes.add_optimizer(optimizer)
 
     def _fuse_optimizer(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
-        """Fuse an optimizer if the options ask for it, and log the change, or why there is none."""
+        """Fuse an optimizer if the options request it; log the change, or why the optimizer is not changed."""
         if not self.options.fused_optimizers:
             return
         from weft.strategy import fuse

@@ -21,7 +21,7 @@ class GuardedLauncherMixin:
     check_before_launch: Callable[[], None]
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Start the host's other ranks, if this launcher starts any; return the result of `function` in this process."""
+        """Start the host's other ranks, if this launcher starts any; return the result of `function` here."""
         self.check_before_launch()
         # Children that read this variable end with their parent: the kernel signals them when the *thread* that started
         # them ends. Only the main thread lives as long as the process.
@@ -52,7 +52,7 @@ def _remove_variables() -> None:
 def guarded(launcher: Any, check_before_launch: Callable[[], None]) -> Any:
     """Return a copy of `launcher` with GuardedLauncherMixin, or `launcher` itself if it has the mixin already.
 
-    Launchers' classes are not public names of Lightning, so the class is taken from the instance.
+    Launchers' classes are not public names of Lightning, so `type(launcher)` is used.
     """
     if isinstance(launcher, GuardedLauncherMixin):
         return launcher

@@ -83,7 +83,7 @@ class FabricLoaders(Loaders):
     """The loaders of `fabric.setup_dataloaders`; the user's code loops over them."""
 
     def with_length_check(self, dataloader: Any, modules: Sequence[Module]) -> Any:
-        """Return a loader that checks before each batch that all or no ranks have one, unless lengths are known and equal.
+        """Return a loader that checks before each batch that all ranks have one, unless lengths are known to be equal.
 
         Collective.
 

@@ -1,4 +1,4 @@
-"""The lifetime of the process group: created once per process, kept between runs, destroyed at a clean exit."""
+"""Creates the process group once per process, keeps it between runs, and destroys it at a clean exit."""
 
 from __future__ import annotations
 

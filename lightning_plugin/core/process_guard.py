@@ -91,7 +91,7 @@ class ProcessGuard:
     def watch_signals(self, enabled: bool) -> None:
         """Set whether SIGINT and SIGTERM end the process within SIGNAL_GRACE_SECONDS.
 
-        A deadline that an earlier signal has set is kept: a stopped run calls this in its teardown.
+        A deadline that an earlier signal has set remains: the teardown of a stopped run calls this method, too.
         """
         self._watches_signals = enabled
 

@@ -147,7 +147,7 @@ def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def seed_workers_by_data_rank(dataloader: Any, worker_init_function: Any, data_rank: int) -> None:
-    """Seed a loader's workers by data rank if `seed_everything(workers=True)` asks for seeded workers.
+    """Seed a loader's workers by data rank if `seed_everything(workers=True)` was called.
 
     Lightning seeds workers by global rank, with `worker_init_function` (its `pl_worker_init_function`). A function that
     the user has set is kept.

@@ -72,7 +72,7 @@ def init_of_options(
 def doc_of_options(summary: str, groups: Sequence[type], omitted: Collection[str] = ()) -> str:
     """Return a class docstring: `summary`, then the entries of the dataclasses' `Attributes:` as `Args:`."""
     entries = {name: text for group in groups for name, text in _entries(group).items() if name not in omitted}
-    errors = "ValueError, TypeError: an argument that is invalid for any number of devices."
+    errors = "ValueError, TypeError: an argument that is invalid regardless of the number of devices."
     return "\n".join([inspect.cleandoc(summary), "", "Args:", *entries.values(), "", "Raises:", f"    {errors}", ""])
 
 

@@ -38,7 +38,7 @@ class TrainerStages:
             None: no module has been divided.
 
     Raises:
-        ValueError, TypeError: an option that is invalid for any number of devices.
+        ValueError, TypeError: an option that is invalid regardless of the number of devices.
     """
 
     def __init__(self, engine: Engine, strategy: StockTrainerStrategy) -> None:

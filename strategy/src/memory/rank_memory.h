@@ -46,7 +46,7 @@ class RankMemory {
   void end_recording() { recorded_ = nullptr; }
 
   // Until end_recomputation(), tensors that a forward saves count as scratch of the backward, and
-  // products are taken from the tape until it is empty.
+  // products are reused from the tape until the tape is empty.
   void begin_recomputation(Tape& tape) { replayed_ = &tape; }
   void end_recomputation() { replayed_ = nullptr; }
 

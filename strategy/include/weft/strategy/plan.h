@@ -26,8 +26,8 @@ class Plan {
  public:
   Plan() = default;
 
-  // A rule that repeats an earlier one exactly is kept once. Throws std::invalid_argument for a
-  // rule that check_rule rejects and for two different rules with the same pattern.
+  // Equal rules are stored once. Throws std::invalid_argument for a rule that check_rule rejects
+  // and for two different rules with the same pattern.
   explicit Plan(std::vector<Rule> rules);
 
   // The inverse of to_string(). Reads one rule per line, `pattern: style` or

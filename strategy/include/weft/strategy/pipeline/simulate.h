@@ -12,7 +12,7 @@ namespace weft::strategy {
 struct StageCost {
   double forward = 1;
   double backward_input = 1;
-  double backward_weight = 1;  // a full backward takes the sum of its halves
+  double backward_weight = 1;  // the time of a full backward is the sum of both
   // The time from the end of a forward until its output arrives at the next stage, and the time of
   // the gradient in the opposite direction. Stages of one rank transfer nothing. A transfer does
   // not occupy the sender.
