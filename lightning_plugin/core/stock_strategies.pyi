@@ -20,7 +20,7 @@ class StockStrategy:
     fabric_module: str  # set by factory.py: the name of the namespace's Fabric package
     cluster_environment: Any
     num_nodes: int
-    precision: Any  # the precision plugin; the Trainer's strategy also has it as precision_plugin
+    precision: Any  # Fabric's precision plugin; the Trainer's strategy has precision_plugin instead
     _data_parallel_size: int | str
     _device_mesh: Any  # None before `setup_environment`
     _launcher: Any

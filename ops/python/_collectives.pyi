@@ -1,3 +1,5 @@
+"""The bindings of ops/bindings/collectives.cpp, documented in <weft/ops/backend.h> and <weft/ops/pipeline.h>."""
+
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 

@@ -1,3 +1,5 @@
+"""The bindings of ops/bindings/memory.cpp, documented in <weft/ops/memory.h>; dicts map categories to bytes."""
+
 from torch import Tensor
 
 CATEGORIES: tuple[str, ...]

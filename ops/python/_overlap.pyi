@@ -1,3 +1,5 @@
+"""The bindings of ops/bindings/overlap.cpp, documented in <weft/ops/overlap.h>."""
+
 from typing import Any
 
 def mode() -> str: ...

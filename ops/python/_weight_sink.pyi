@@ -1,3 +1,5 @@
+"""The bindings of ops/bindings/weight_sink.cpp, documented in <weft/ops/weight_sink.h>."""
+
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 

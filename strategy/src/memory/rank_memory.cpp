@@ -301,11 +301,11 @@ void RankMemory::communicate_once(int64_t num_bytes) {
 }
 
 void RankMemory::hold_staging(int64_t first_bytes, int64_t second_bytes) {
-  const int64_t least = (spec_.mesh.size() == 1 ? 1 : 3) * kPageBytes;
-  const int64_t most = spec_.mesh.size() == 1 ? least : kMaxStagingBytes;
+  const int64_t min_bytes = (spec_.mesh.size() == 1 ? 1 : 3) * kPageBytes;
+  const int64_t max_bytes = spec_.mesh.size() == 1 ? min_bytes : kMaxStagingBytes;
   const std::array<int64_t, 2> wanted = {
-      std::clamp(first_bytes, std::max(least, staging_bytes_[0]), most),
-      std::clamp(second_bytes, std::max(least, staging_bytes_[1]), most)};
+      std::clamp(first_bytes, std::max(min_bytes, staging_bytes_[0]), max_bytes),
+      std::clamp(second_bytes, std::max(min_bytes, staging_bytes_[1]), max_bytes)};
   if (wanted != staging_bytes_) {
     staging_.reset();
     staging_bytes_ = wanted;

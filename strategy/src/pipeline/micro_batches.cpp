@@ -33,20 +33,20 @@ std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> sh
   }
   std::vector<int64_t> sizes;
   std::vector<double> wanted;
-  int64_t left = batch_size;
+  int64_t remaining = batch_size;
   for (const double share : shares) {
     wanted.push_back(static_cast<double>(batch_size) * (share / total));
     sizes.push_back(std::max<int64_t>(1, static_cast<int64_t>(wanted.back())));
-    left -= sizes.back();
+    remaining -= sizes.back();
   }
   // Add the remaining samples, one by one, to the size that is furthest below its share; remove an
   // excess, one by one, from the size that is furthest above its share.
-  for (; left != 0; left -= left > 0 ? 1 : -1) {
+  for (; remaining != 0; remaining -= remaining > 0 ? 1 : -1) {
     size_t chosen = 0;
     double most = -std::numeric_limits<double>::infinity();
     for (size_t i = 0; i < sizes.size(); ++i) {
       const double lack = wanted[i] - static_cast<double>(sizes[i]);
-      const double key = left > 0       ? lack
+      const double key = remaining > 0  ? lack
                          : sizes[i] > 1 ? -lack
                                         : -std::numeric_limits<double>::infinity();
       // The tolerance chooses the first size among those that are equal up to rounding.
@@ -55,7 +55,7 @@ std::vector<int64_t> deal_samples(int64_t batch_size, std::span<const double> sh
         most = key;
       }
     }
-    sizes[chosen] += left > 0 ? 1 : -1;
+    sizes[chosen] += remaining > 0 ? 1 : -1;
   }
   return sizes;
 }
