@@ -217,7 +217,19 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
     def pipeline_evaluate(
         self, batch: Any, step: Callable[[Any, Any], Any], *, split: Callable[[Any, int], Sequence[Any]] | None = None
     ) -> list[Any]:
-        """Run forwards only; return `step(model, micro_batch)` for each micro-batch; [] except on the last stage."""
+        """Run the forward of one batch in micro-batches, without gradients. Collective.
+
+        Args:
+            batch: the same on every stage of a replica, as Fabric's data loaders return it.
+            step: a function (model, micro_batch) -> result that calls the model once.
+            split: as in `weft.strategy.pipeline.Pipeline.step`.
+
+        Returns:
+            On the last stage, the result of `step` for each micro-batch; on other stages, [].
+
+        Raises:
+            ValueError: the stages have different batches.
+        """
         return fabric_pipeline.evaluate_batch(self._engine, batch, step, split)
 
     # ---- checkpoints: unlike with the stock strategy, optimizers need no step before they are saved or loaded

@@ -128,7 +128,7 @@ def peak_reserved(device: torch.device | str = "cpu") -> int:
 
 
 def by_category(at: Literal["now", "peak"] = "now") -> dict[str, int]:
-    """Return the bytes of CPU tensors by category, now or at the peak; they sum up to `current()` or `peak()`."""
+    """Return the bytes of CPU tensors by category, now or at the peak; their sum is `current()` or `peak()`."""
     _check_tracking()
     if at not in ("now", "peak"):
         raise ValueError(f"got at={at!r}; pass 'now' or 'peak'.")
@@ -162,7 +162,7 @@ def timeline() -> list[Phase]:
 def begin_phase(name: str, category: str = "other") -> None:
     """Begin a phase of the timeline; memory allocated in the phase has `category` until `tag` changes it.
 
-    Does nothing if memory is not counted.
+    Does nothing if memory is not counted; else a category outside of CATEGORIES raises ValueError.
     """
     if _memory.is_tracking():
         _memory.begin_phase(name, category)
@@ -171,7 +171,8 @@ def begin_phase(name: str, category: str = "other") -> None:
 def tag(tensors: Iterable[torch.Tensor | None], category: str) -> None:
     """Set the category of the tensors' memory, also in the recorded peaks that include this memory.
 
-    For a DTensor, tags this rank's shard. Does nothing if memory is not counted.
+    For a DTensor, tags this rank's shard. Does nothing if memory is not counted; else a category outside of CATEGORIES
+    raises ValueError.
     """
     if not _memory.is_tracking():
         return
