@@ -116,7 +116,7 @@ class ErrorReports:
 
 @functools.cache  # a process has one stderr and one agent
 def shared_under_torchrun(local_rank: int, node_rank: int) -> ErrorReports | None:
-    """Return the log that the workers of one torchrun agent share; None if they cannot share one. Collective.
+    """Return the log that the workers of one torchrun agent share; None if no log can be shared. Collective.
 
     The worker with local_rank 0 creates the log and passes its path to the others through the job's store.
     """

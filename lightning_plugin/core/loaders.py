@@ -131,7 +131,7 @@ class TrainerLoaders(Loaders):
         """Return the loader, or a LockstepLoader if a rank's length is unknown or unreliable; collective.
 
         Raises:
-            ValueError: on all ranks, if ranks that must run equally many batches have different numbers of them. For
+            ValueError: on all ranks, if ranks that must run equally many batches have different numbers. For
                 training: only if some ranks' loaders have a length and others none, or some have batches and others
                 none; `begin_training_step` compares the numbers.
         """

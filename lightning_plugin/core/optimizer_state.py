@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     from weft.strategy.data_parallel import ShardedStates
 
-# torch.compile and torch's checkpoint_wrapper insert these into the names of parameters; checkpoints omit them.
+# torch.compile and torch's checkpoint_wrapper insert these prefixes into names of parameters; checkpoints omit them.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 

@@ -1,4 +1,4 @@
-"""Divides a LightningModule, or a module in it, into pipeline stages, with its optimizers, state and steps."""
+"""Divides a LightningModule, or a module in it, into pipeline stages; adapts optimizers, state dicts and steps."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ class TrainerStages:
     def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the entries of `state` that this rank saves: all on the last stage, or without a pipeline.
 
-        Other stages leave out the modules outside of the divided one. If the LightningModule itself is divided, they
-        leave out its buffers and metrics.
+        Other stages leave out the modules outside of the divided one. If the LightningModule itself is divided,
+        other stages leave out its own buffers and metrics.
         """
         pipeline = self._engine.pipeline
         if pipeline is None or pipeline.has_last_stage:

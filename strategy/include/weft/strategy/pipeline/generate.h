@@ -30,7 +30,8 @@ std::span<const ScheduleKind> all_schedule_kinds();
 struct GenerateOptions {
   int64_t num_ranks = 1;
   int64_t num_micro_batches = 1;  // any number from 1 on
-  // Stage s is on rank s % num_ranks. kOneForwardOneBackward and kZeroBubble support only one.
+  // Stage s is on rank s % num_ranks. kOneForwardOneBackward and kZeroBubble have one stage per
+  // rank.
   int64_t stages_per_rank = 1;
 };
 
