@@ -156,7 +156,7 @@ def test_iterator_and_unknown_name_raise(rank: int, world_size: int, tmp_path: P
             ValueError,
             "num_micro_batches is 0; pass a whole number",
         ),
-        ({"pipeline_cuts": [], "pipeline_module": 3}, TypeError, "pipeline_module=3; pass the name of the divided module"),
+        ({"pipeline_cuts": [], "pipeline_module": 3}, TypeError, "pipeline_module=3; pass the name of the divided"),
         ({"pipeline_cuts": "layers.2"}, TypeError, "pipeline_cuts='layers.2'; pass a list of module names, or 'auto'"),
         (
             {"pipeline_cuts": "auto"},
