@@ -100,7 +100,7 @@ def test_stepped_optimizer_raises(rank: int, world_size: int) -> None:
     optimizer = _optimizer(model, "adamw")
     model(fixed_data()).sum().backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"AdamW has state of \d parameters that sharding has replaced; set it up"):
+    with pytest.raises(RuntimeError, match=r"AdamW has state of \d parameters that sharding has replaced; set the"):
         _fabric(world_size, "weft").setup(model, optimizer)
 
 
