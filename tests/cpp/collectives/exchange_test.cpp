@@ -1,5 +1,5 @@
-// Compares every collective with its expected result, on 1 to 5 ranks of 1 to 3 hosts, from empty
-// tensors to many chunks.
+// Compares every collective with its expected result, on 1 to 5 ranks on 1 to 3 hosts, for empty
+// tensors up to tensors of many chunks.
 #include "ranks.h"
 #include "values.h"
 
@@ -18,7 +18,7 @@ class Exchange : public ::testing::TestWithParam<std::tuple<std::string, int64_t
   int64_t size() const { return std::get<1>(GetParam()); }
   int root() const { return num_ranks() / 2; }
 
-  // Small staging buffers, so that larger tensors take many chunks.
+  // Small staging buffers, so that larger tensors need many chunks.
   static constexpr size_t kStagingLimit = size_t{128} * 1024;
   template <typename Body>
   void run(const Body& body) {
@@ -74,9 +74,9 @@ TEST_P(Exchange, ReduceScatterOfUnevenSegments) {
   });
 }
 
-// The largest segment is the first or a middle one and some are empty; rounds with equal segments
-// in between change the slot size.
-TEST_P(Exchange, ReduceScatterOfAnySegments) {
+// The largest segment is that of rank 0, then that of rank 1; those of other even ranks are empty.
+// Round 1 has equal segments, so that the slot size changes.
+TEST_P(Exchange, ReduceScatterOfSegmentsThatChangeFromCallToCall) {
   const auto segment_size = [&](int peer, int round) -> int64_t {
     if (round == 1) return size();
     return peer == round / 2 ? 3 * size() + 1 : (peer % 2) * (peer + 7);
@@ -203,7 +203,7 @@ TEST_P(Exchange, AllReduceFromScratch) {
                  all_reduce_call(
                      {DType::kFloat32, {size()}}, ReduceOp::kSum, input(result), output(result)));
       } else {
-        EXPECT_EQ(group.acquire_scratch(1), nullptr) << "twice";
+        EXPECT_EQ(group.acquire_scratch(1), nullptr) << "the scratch memory was acquired twice";
         if (repeat == 3) {
           group.release_scratch();
           continue;
@@ -218,18 +218,19 @@ TEST_P(Exchange, AllReduceFromScratch) {
     }
     const bool is_one_host = hosts().find_first_not_of('a') == std::string::npos;
     const size_t staging_bytes = SharedSizes::within(num_ranks(), kStagingLimit).staging_bytes;
-    const bool is_acquired =
+    const bool is_acquirable =
         is_one_host && static_cast<size_t>(size()) * sizeof(float) <= staging_bytes;
-    EXPECT_EQ(num_acquired, is_acquired ? 5 : 0);
+    EXPECT_EQ(num_acquired, is_acquirable ? 5 : 0);
     complete(group, barrier_call());
   });
 }
 
-// Results large enough for streaming stores, with sources and targets not aligned to cache lines.
-TEST(StreamedResults, AreTheSame) {
+// The results are large enough for streaming stores; sources and targets are not aligned to cache
+// lines.
+TEST(StreamingStores, GiveExactResults) {
   constexpr size_t kSize = 700001;
   run_threads(3, [](Engine& engine, int rank) {
-    const auto from = [](Values& values) { return values.data() + 1; };
+    const auto tail = [](Values& values) { return values.data() + 1; };
     const auto as_bytes = [](float* data) { return reinterpret_cast<std::byte*>(data); };
     constexpr auto kElements = static_cast<int64_t>(kSize - 1);
     const auto element = [](int source, size_t i) {
@@ -246,21 +247,21 @@ TEST(StreamedResults, AreTheSame) {
     complete(
         engine,
         reduce_scatter_call(
-            DType::kFloat32, ReduceOp::kSum, inputs, {as_bytes(from(result)), kElements}, rank));
+            DType::kFloat32, ReduceOp::kSum, inputs, {as_bytes(tail(result)), kElements}, rank));
     for (size_t i = 0; i < kSize - 1; ++i) {
-      ASSERT_EQ(from(result)[i], 6 * element(0, i + static_cast<size_t>(rank))) << i;
+      ASSERT_EQ(tail(result)[i], 6 * element(0, i + static_cast<size_t>(rank))) << i;
     }
     std::vector<Values> gathered(3, Values(kSize));
     std::vector<Output> outputs;
-    for (Values& each : gathered) outputs.push_back({as_bytes(from(each)), kElements});
+    for (Values& each : gathered) outputs.push_back({as_bytes(tail(each)), kElements});
     complete(engine, all_gather_call(DType::kFloat32, inputs.front(), outputs));
     for (int peer = 0; peer < 3; ++peer) {
-      const float* const got = from(gathered[static_cast<size_t>(peer)]);
+      const float* const got = tail(gathered[static_cast<size_t>(peer)]);
       for (size_t i = 0; i < kSize - 1; ++i) ASSERT_EQ(got[i], element(peer, i)) << i;
     }
     complete(engine, all_to_all_call(DType::kFloat32, inputs, outputs));
     for (int peer = 0; peer < 3; ++peer) {
-      const float* const got = from(gathered[static_cast<size_t>(peer)]);
+      const float* const got = tail(gathered[static_cast<size_t>(peer)]);
       for (size_t i = 0; i < kSize - 1; ++i) {
         ASSERT_EQ(got[i], element(peer, i + static_cast<size_t>(rank))) << i;
       }
@@ -268,10 +269,10 @@ TEST(StreamedResults, AreTheSame) {
   });
 }
 
-class ExchangeTest : public ::testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Hosts, ExchangeTest, ::testing::Values("aa", "ab"));
+class OperationTest : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Hosts, OperationTest, ::testing::Values("aa", "ab"));
 
-TEST_P(ExchangeTest, AnOperationCompletesInTheBackgroundWithoutAWait) {
+TEST_P(OperationTest, CompletesInTheBackgroundWithoutAWait) {
   run_on_hosts(GetParam(), [](Group& group, int rank) {
     Values values = values_of(rank, 100000);
     const auto pending = group.make(all_reduce_call(
@@ -288,7 +289,7 @@ TEST_P(ExchangeTest, AnOperationCompletesInTheBackgroundWithoutAWait) {
   });
 }
 
-TEST_P(ExchangeTest, OnDoneMayRunAnotherCollective) {
+TEST_P(OperationTest, OnDoneMayRunAnotherCollective) {
   run_on_hosts(GetParam(), [](Group& group, int rank) {
     Values first = values_of(rank, 10);
     Values second = values_of(rank, 10);

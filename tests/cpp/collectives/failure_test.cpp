@@ -40,7 +40,7 @@ CollectiveCall sum(std::vector<int64_t> shape, DType dtype, Values& values) {
       {dtype, std::move(shape)}, ReduceOp::kSum, {bytes(values), size}, {bytes(values), size});
 }
 
-TEST(Mismatch, Operation) {
+TEST(MismatchError, NamesTheCallOfEachRank) {
   const auto text = common_text<CollectiveMismatchError>(3, [](int rank, Values& values) {
     return rank == 1 ? barrier_call() : sum({4}, DType::kFloat32, values);
   });
@@ -49,7 +49,7 @@ TEST(Mismatch, Operation) {
                         "barrier()"));
 }
 
-TEST(Mismatch, ShapeOfEqualSize) {
+TEST(MismatchError, NamesShapesOfEqualSize) {
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
     return sum(rank == 0 ? std::vector<int64_t>{2, 6} : std::vector<int64_t>{3, 4},
                DType::kFloat32,
@@ -60,7 +60,7 @@ TEST(Mismatch, ShapeOfEqualSize) {
                         "all_reduce(sum, float32 [3, 4])"));
 }
 
-TEST(Mismatch, DTypeOfEqualSize) {
+TEST(MismatchError, NamesDTypesOfEqualSize) {
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
     return sum({4}, rank == 0 ? DType::kFloat32 : DType::kInt32, values);
   });
@@ -68,7 +68,7 @@ TEST(Mismatch, DTypeOfEqualSize) {
   EXPECT_THAT(text, HasSubstr("int32 [4]"));
 }
 
-TEST(Mismatch, Root) {
+TEST(MismatchError, NamesTheRoots) {
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
     return broadcast_call({DType::kFloat32, {4}}, {bytes(values), 4}, rank, rank);
   });
@@ -76,7 +76,7 @@ TEST(Mismatch, Root) {
   EXPECT_THAT(text, HasSubstr("root 1"));
 }
 
-TEST(Mismatch, ReceiveCounts) {
+TEST(MismatchError, NamesSentAndReceivedCounts) {
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
     // Rank 1 sends 6 elements, but rank 0 receives 4.
     const int64_t own = rank == 0 ? 4 : 6;
@@ -87,7 +87,7 @@ TEST(Mismatch, ReceiveCounts) {
   EXPECT_THAT(text, HasSubstr("sends [6, 6], receives [4, 6]"));
 }
 
-TEST(Mismatch, TensorsOfACoalescedCall) {
+TEST(MismatchError, NamesTheTensorOfACoalescedCall) {
   // Tensor 3 of a coalesced call on rank 0 meets a single call of the same shape on rank 1.
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
     CollectiveCall call = sum({4}, DType::kFloat32, values);
@@ -100,7 +100,7 @@ TEST(Mismatch, TensorsOfACoalescedCall) {
                         "called all_reduce(sum, float32 [4])"));
 }
 
-TEST(Mismatch, ShapesOfManyDims) {
+TEST(MismatchError, ShortensShapesOfManyDims) {
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
     return sum(rank == 0 ? std::vector<int64_t>{1, 1, 1, 1, 1, 2, 6}
                          : std::vector<int64_t>{1, 1, 1, 1, 1, 3, 4},
@@ -110,7 +110,7 @@ TEST(Mismatch, ShapesOfManyDims) {
   EXPECT_THAT(text, HasSubstr("float32 [1, 1, 1, 1, 1] and 2 more dims, 12 elements"));
 }
 
-TEST(Mismatch, EightBitFormats) {
+TEST(MismatchError, NamesEightBitFormats) {
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
     const DType dtype = rank == 0 ? DType::kFloat8E4M3FN : DType::kFloat8E5M2;
     return broadcast_call({dtype, {4}}, {bytes(values), 4}, 0, rank);
@@ -119,7 +119,7 @@ TEST(Mismatch, EightBitFormats) {
   EXPECT_THAT(text, HasSubstr("float8_e5m2 "));
 }
 
-TEST(Mismatch, DTypeOfAMessage) {
+TEST(MismatchError, NamesTheDTypesOfAMessage) {
   run_threads(2, [](Engine& engine, int rank) {
     Values values(4);
     const auto direction = rank == 0 ? Message::Direction::kSend : Message::Direction::kReceive;
@@ -135,7 +135,7 @@ TEST(Mismatch, DTypeOfAMessage) {
   });
 }
 
-TEST(Mismatch, SizeOfAMessage) {
+TEST(MismatchError, NamesTheSizesOfAMessage) {
   run_threads(2, [](Engine& engine, int rank) {
     Values values(100000);
     const auto direction = rank == 0 ? Message::Direction::kSend : Message::Direction::kReceive;
@@ -204,7 +204,8 @@ TEST(Timeout, EveryWaitHasItsOwnTimeout) {
   }
 }
 
-// A waiting rank yields its processor; another thread may then keep it for a full time slice.
+// A waiting rank yields its processor; another thread may then occupy the processor for a full time
+// slice.
 TEST(Timeout, ABusyMachineDoesNotDelayTheTimeout) {
   std::atomic<bool> is_over{false};
   std::vector<std::thread> busy;
@@ -213,18 +214,18 @@ TEST(Timeout, ABusyMachineDoesNotDelayTheTimeout) {
       while (!is_over) pause();
     });
   }
-  std::atomic<int> num_seen{0};
+  std::atomic<int> num_timed_out{0};
   run_threads(
       4,
       [&](Engine& engine, int rank) {
         const auto start = std::chrono::steady_clock::now();
-        while (rank == 0 && num_seen < 3 &&
+        while (rank == 0 && num_timed_out < 3 &&
                std::chrono::steady_clock::now() - start < milliseconds(1000)) {
           std::this_thread::sleep_for(milliseconds(1));
         }
         EXPECT_NE(error_text<CollectiveTimeoutError>([&] { complete(engine, barrier_call()); }),
                   "");
-        ++num_seen;
+        ++num_timed_out;
       },
       group_of(1, 0, milliseconds(100)));
   is_over = true;
@@ -248,7 +249,7 @@ TEST(Leave, PeersThatNeedTheRankRaisePeerLostError) {
   });
 }
 
-// Ranks may leave when they are done; a receive from any source works as long as one peer is left.
+// Ranks may leave when they are done; a receive from any source works as long as one peer remains.
 TEST(Leave, AReceiveFromAnySourceNeedsOneRemainingPeer) {
   std::atomic<int> num_received{0};
   run_threads(3, [&](Engine& engine, int rank) {

@@ -51,11 +51,12 @@ class MailboxTransport final : public Transport {
   }
 
   std::unique_ptr<Transfer> receive(int peer, int tag, std::byte* data, size_t num_bytes) override {
-    return std::make_unique<Received>(mailboxes_, Place{peer, rank_, tag, data, num_bytes});
+    return std::make_unique<Received>(mailboxes_, Posted{peer, rank_, tag, data, num_bytes});
   }
 
  private:
-  struct Place {
+  // A receive that waits for its message.
+  struct Posted {
     int from;
     int to;
     int tag;
@@ -70,10 +71,11 @@ class MailboxTransport final : public Transport {
     int source() const override { return -1; }
   };
 
-  // NOTE: Matched in wait(), so tests must wait for receives of one tag in the order of posting.
+  // NOTE: A receive is matched with a message in wait(), so tests must wait for the receives of one
+  // tag in the order of posting.
   class Received final : public Transfer {
    public:
-    Received(Mailboxes& mailboxes, const Place& place) : mailboxes_(mailboxes), place_(place) {}
+    Received(Mailboxes& mailboxes, const Posted& posted) : mailboxes_(mailboxes), posted_(posted) {}
 
     void wait(std::chrono::milliseconds timeout) override {
       std::unique_lock lock(mailboxes_.mutex);
@@ -81,18 +83,18 @@ class MailboxTransport final : public Transport {
       const bool is_ready = mailboxes_.changed.wait_for(lock, timeout, [&] {
         found =
             std::ranges::find_if(mailboxes_.envelopes, [&](const Mailboxes::Envelope& envelope) {
-              return envelope.to == place_.to && envelope.tag == place_.tag &&
-                     (place_.from == kAnySource || place_.from == envelope.from);
+              return envelope.to == posted_.to && envelope.tag == posted_.tag &&
+                     (posted_.from == kAnySource || posted_.from == envelope.from);
             });
         return is_given_up_ || found != mailboxes_.envelopes.end() ||
-               mailboxes_.closed.contains(place_.from);
+               mailboxes_.closed.contains(posted_.from);
       });
       if (!is_ready || is_given_up_ || found == mailboxes_.envelopes.end()) {
-        throw std::runtime_error("no letter");
+        throw std::runtime_error("no message arrived for a receive");
       }
-      if (found->data.size() != place_.num_bytes)
-        throw std::runtime_error("a letter of another size");
-      std::ranges::copy(found->data, place_.data);
+      if (found->data.size() != posted_.num_bytes)
+        throw std::runtime_error("a message has another size than its receive");
+      std::ranges::copy(found->data, posted_.data);
       source_ = found->from;
       mailboxes_.envelopes.erase(found);
     }
@@ -105,7 +107,7 @@ class MailboxTransport final : public Transport {
 
    private:
     Mailboxes& mailboxes_;
-    const Place place_;
+    const Posted posted_;
     bool is_given_up_ = false;
     int source_ = kAnySource;
   };

@@ -32,7 +32,7 @@ class MessageSizes : public ::testing::TestWithParam<std::tuple<std::string, siz
   size_t size() const { return std::get<1>(GetParam()); }
 };
 
-TEST_P(MessageSizes, BothWaysAtOnceWithoutDeadlock) {
+TEST_P(MessageSizes, SendsInBothDirectionsDoNotDeadlock) {
   run_on_hosts(hosts(), [&](Group& group, int rank) {
     Ints sent = pattern(rank, size());
     Ints received(size());
@@ -45,7 +45,7 @@ TEST_P(MessageSizes, BothWaysAtOnceWithoutDeadlock) {
   });
 }
 
-TEST_P(MessageSizes, ReceivedInReverseOrder) {
+TEST_P(MessageSizes, TagsMayBeReceivedInReverseOrder) {
   run_on_hosts(hosts(), [&](Group& group, int rank) {
     std::vector<Ints> values;
     for (int tag = 0; tag < 5; ++tag) {
@@ -75,14 +75,14 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Combine(::testing::Values("aa", "ab"),
                        ::testing::Values(0, 1, 252, 253, 1016, 1017, 70000, 1000003)));
 
-// A test uses the first of these ranks, as many as it needs.
+// Each test uses as many of these ranks as it needs, from the first on.
 class MessageTest : public ::testing::TestWithParam<std::string> {
  protected:
   std::string first(size_t num_ranks) const { return GetParam().substr(0, num_ranks); }
 };
 INSTANTIATE_TEST_SUITE_P(Hosts, MessageTest, ::testing::Values("aaaa", "abab"));
 
-TEST_P(MessageTest, OneTagKeepsItsOrder) {
+TEST_P(MessageTest, MessagesOfOneTagArriveInOrder) {
   run_on_hosts(first(2), [](Group& group, int rank) {
     for (int i = 0; i < 200; ++i) {
       Ints values = rank == 0 ? pattern(i, 3) : Ints(3);
@@ -115,7 +115,8 @@ TEST_P(MessageTest, AReceiveFromAnySourceReturnsItsSource) {
   });
 }
 
-// A collective in between does not block a message that the peer needs first.
+// A rank that waits in a collective still sends the message that its peer needs before the
+// collective.
 TEST_P(MessageTest, ASendProgressesWhileItsRankWaitsInACollective) {
   run_on_hosts(first(2), [](Group& group, int rank) {
     Ints values = rank == 0 ? pattern(5, 500000) : Ints(500000);
@@ -132,10 +133,10 @@ TEST_P(MessageTest, ASendProgressesWhileItsRankWaitsInACollective) {
   });
 }
 
-TEST_P(MessageTest, RandomTrafficBetweenFourRanks) {
+TEST_P(MessageTest, RandomTrafficBetweenFourRanksArrives) {
   constexpr int kRounds = 60;
   run_on_hosts(first(4), [](Group& group, int rank) {
-    std::mt19937 plan(11);  // the same on every rank
+    std::mt19937 same(11);  // the same on every rank
     std::mt19937 own(static_cast<unsigned>(rank));
     for (int round = 0; round < kRounds; ++round) {
       struct Transfer {
@@ -144,9 +145,9 @@ TEST_P(MessageTest, RandomTrafficBetweenFourRanks) {
       };
       std::vector<Transfer> transfers;
       for (int i = 0; i < 8; ++i) {
-        const int from = static_cast<int>(plan() % 4);
-        const int to = (from + 1 + static_cast<int>(plan() % 3)) % 4;
-        transfers.push_back({from, to, i, plan() % 20000});
+        const int from = static_cast<int>(same() % 4);
+        const int to = (from + 1 + static_cast<int>(same() % 3)) % 4;
+        transfers.push_back({from, to, i, same() % 20000});
       }
       std::ranges::shuffle(transfers, own);
       std::vector<Ints> buffers(transfers.size());

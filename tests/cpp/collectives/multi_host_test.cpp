@@ -44,11 +44,11 @@ Values fractions(int rank, size_t size) {
   return values;
 }
 
-class Bits : public ::testing::TestWithParam<size_t> {};
-// Sizes that take one message, one segment per leader, and several chunks.
-INSTANTIATE_TEST_SUITE_P(Sizes, Bits, ::testing::Values(5, 40000, 2200000));
+class MultiHostSum : public ::testing::TestWithParam<size_t> {};
+// Sizes that are sent as one message, as one segment per leader, and in several chunks.
+INSTANTIATE_TEST_SUITE_P(Sizes, MultiHostSum, ::testing::Values(5, 40000, 2200000));
 
-TEST_P(Bits, AreThoseOfSummingInHostOrder) {
+TEST_P(MultiHostSum, AddsTheSumsOfTheHostsInHostOrder) {
   const size_t size = GetParam();
   const std::string hosts = "abcab";
   Values expected(size, 0.F);
@@ -69,7 +69,7 @@ TEST_P(Bits, AreThoseOfSummingInHostOrder) {
 }
 
 // 256 + 1 is 256 in bfloat16, so partial sums in that type would lose the ones.
-TEST(Halves, AreRoundedOnce) {
+TEST(HalfTypes, AreRoundedOnce) {
   run_on_hosts("abb", [](Group& group, int rank) {
     const Values wide(3, rank == 0 ? 256.F : 1.F);
     std::vector<uint16_t> values(3);
@@ -105,7 +105,7 @@ TEST(Integers, AverageOverAllRanksAndTruncate) {
     complete(group,
              reduce_call(
                  {DType::kInt64, {2}}, ReduceOp::kProduct, input(values), output(values), 1, rank));
-    EXPECT_EQ(values, rank == 1 ? (std::vector<int64_t>{6, 343}) : before) << "the root's alone";
+    EXPECT_EQ(values, rank == 1 ? (std::vector<int64_t>{6, 343}) : before) << "only on the root";
   });
 }
 
@@ -164,7 +164,7 @@ TEST_P(OnDone, MayWaitForItsOwnOperationAndOthers) {
   });
 }
 
-TEST(MultiHostFailure, AMismatchIsTheSameErrorEverywhere) {
+TEST(MultiHostFailure, AMismatchIsTheSameErrorOnAllHosts) {
   std::mutex mutex;
   std::vector<std::string> texts;
   run_on_hosts("aabb", [&](Group& group, int rank) {
@@ -237,7 +237,7 @@ TEST(MultiHostFailure, AnAbortReachesRanksWaitingOnOtherHosts) {
   });
 }
 
-TEST(MultiHostFailure, AWaitOfItsOwnLengthEndsInTime) {
+TEST(MultiHostFailure, AWaitWithAShorterTimeoutEndsInTime) {
   run_on_hosts("ab", [](Group& group, int rank) {
     const auto operation = group.make(barrier_call());
     if (rank == 1) std::this_thread::sleep_for(milliseconds(1000));
@@ -257,7 +257,8 @@ TEST(MultiHostFailure, AWaitOfItsOwnLengthEndsInTime) {
   });
 }
 
-// Like gloo's transport: a send to a lost peer stays pending, and only a new receive from it fails.
+// Like gloo's transport: a send to a lost peer stays pending, and only a new receive from that peer
+// fails.
 class SilentTransport final : public Transport {
  public:
   struct State {
@@ -321,8 +322,8 @@ TEST(ThreadSafeTransportTest, ASendToAPeerThatRejectsTransfersIsCancelled) {
   };
   probe_until([&] { return state.num_receives > 0; });
   for (int i = 0; i < 100; ++i) transport.probe();
-  EXPECT_LE(state.num_receives, 3) << "it is asked for once in a second at most";
-  EXPECT_FALSE(is_over) << "the peer is there";
+  EXPECT_LE(state.num_receives, 3) << "the peer is probed at most once a second";
+  EXPECT_FALSE(is_over) << "the peer is not lost";
   {
     const std::lock_guard lock(state.mutex);
     state.is_lost = true;
@@ -332,7 +333,7 @@ TEST(ThreadSafeTransportTest, ASendToAPeerThatRejectsTransfersIsCancelled) {
   EXPECT_EQ(text, "given up");
 }
 
-// A transport may need its peer until all connections are made.
+// A transport may need its peer's transport until all connections are made.
 TEST(MultiHostGroupTest, NoRankReturnsBeforeAllAreConnected) {
   MemoryStore store;
   Mailboxes mailboxes;

@@ -1,4 +1,5 @@
-// Ranks that are processes: one is killed, one forks; no resources are left behind.
+// Ranks that are processes: one is killed, one forks, and no descriptors of shared memory stay
+// open.
 #include "ranks.h"
 #include "reductions.h"
 
@@ -161,7 +162,7 @@ TEST(Processes, TheEndOfARankIsNamedDuringLargeCollectives) {
   }
 }
 
-TEST(Processes, AForkedChildGetsAnErrorAndHarmsNothing) {
+TEST(Processes, AForkedChildGetsAnErrorAndItsGroupStillWorks) {
   const FolderStore store;
   const auto pids = fork_ranks(2, store, [](Engine& engine, int rank) {
     complete(engine, barrier_call());
@@ -180,7 +181,7 @@ TEST(Processes, AForkedChildGetsAnErrorAndHarmsNothing) {
   store.remove();
 }
 
-TEST(Processes, MemoryHasNoNameAndNoDescriptorStaysOpen) {
+TEST(Processes, NoDescriptorStaysOpenAndResidentMemoryIsBounded) {
   const FolderStore store;
   const auto pids = fork_ranks(2, store, [](Engine& engine, int rank) {
     complete(engine, barrier_call());

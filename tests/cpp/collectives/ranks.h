@@ -1,4 +1,4 @@
-// Runs the ranks of one group of the torch-free core as threads that share one mapping.
+// Runs the ranks of a group of the torch-free core as threads.
 #pragma once
 
 #include "engine.h"
@@ -67,7 +67,8 @@ inline GroupOptions group_of(int size, int rank, milliseconds timeout = millisec
 }
 
 // Runs `body(group, rank)` on a thread per rank, with the group that `make_group(store, options)`
-// returns a pointer to. An exception on any thread fails the test.
+// returns a pointer to. Rank and size of the options are set here, the others are those of `like`.
+// An exception on any thread fails the test.
 template <typename MakeGroup, typename Body>
 void run_groups(int num_ranks,
                 const MakeGroup& make_group,
@@ -144,7 +145,7 @@ std::string error_text(const Body& body) {
   } catch (const Error& error) {
     return error.what();
   } catch (const std::exception& error) {
-    ADD_FAILURE() << "another class: " << error.what();
+    ADD_FAILURE() << "an exception of another class: " << error.what();
   }
   return {};
 }

@@ -83,13 +83,14 @@ constexpr std::array kOps{ReduceOp::kSum,
                           ReduceOp::kBor,
                           ReduceOp::kBxor};
 
-std::vector<std::pair<detail::ReduceLoops, bool>> every_way() {
-  std::vector<std::pair<detail::ReduceLoops, bool>> ways;
+// Returns the loops of each instruction set, without and with streaming stores.
+std::vector<std::pair<detail::ReduceLoops, bool>> every_variant() {
+  std::vector<std::pair<detail::ReduceLoops, bool>> variants;
   for (const auto loops : detail::supported_reduce_loops()) {
-    ways.emplace_back(loops, false);
-    ways.emplace_back(loops, true);
+    variants.emplace_back(loops, false);
+    variants.emplace_back(loops, true);
   }
-  return ways;
+  return variants;
 }
 
 // Values of 0 to 4: products of three and sums fit every type, and are exact in half types.
@@ -108,11 +109,11 @@ void check(DType dtype) {
             sources[k][i] = element<T>(values[i][k]);
           }
         }
-        for (const auto& [loops, streams] : every_way()) {
+        for (const auto& [loops, streams] : every_variant()) {
           auto copies = sources;
           std::vector<const std::byte*> data;
           for (auto& source : copies) data.push_back(reinterpret_cast<std::byte*>(source.data()));
-          // Into the last source, as a rank does in place.
+          // The result overwrites the last source, as in an in-place collective.
           auto& out = copies.back();
           loops({op,
                  dtype,
@@ -140,7 +141,7 @@ void check(DType dtype) {
   }
 }
 
-TEST(Reduce, EveryTypeAndOperation) {
+TEST(Reduce, EveryTypeAndOperationMatchTheReference) {
   check<uint8_t>(DType::kUInt8);
   check<int8_t>(DType::kInt8);
   check<uint16_t>(DType::kUInt16);
@@ -157,11 +158,11 @@ TEST(Reduce, EveryTypeAndOperation) {
 
 // Every number of sources, and sizes around full blocks and cache lines, with and without streaming
 // stores and alignment to cache lines.
-TEST(Reduce, EveryLength) {
+TEST(Reduce, EveryLengthIsExactAndStaysInBounds) {
   for (const detail::ReduceLoops loops : detail::supported_reduce_loops()) {
     for (const size_t num_sources : {1, 2, 3, 5, 8}) {
       for (const int64_t num_elements : {0, 1, 15, 63, 64, 65, 127, 128, 129, 300, 1000}) {
-        for (const size_t offset : {0, 1, 15}) {  // of elements
+        for (const size_t offset : {0, 1, 15}) {  // in elements
           const auto size = static_cast<size_t>(num_elements);
           std::vector<std::vector<float>> values(num_sources, std::vector<float>(size + offset));
           std::vector<const std::byte*> sources;
@@ -195,7 +196,7 @@ TEST(Reduce, EveryLength) {
 }
 
 // Bitwise (((a + b) + c) + d) with every instruction set, so that all ranks get the same result.
-TEST(Reduce, KeepsTheOrder) {
+TEST(Reduce, AddsInTheOrderOfTheSources) {
   std::mt19937 random(3);
   std::uniform_real_distribution<float> uniform(-1e6F, 1e6F);
   constexpr size_t kSize = 3001;
@@ -221,12 +222,12 @@ TEST(Reduce, KeepsTheOrder) {
 }
 
 // Results at addresses that are not aligned even to their own type.
-TEST(Reduce, OddAddresses) {
+TEST(Reduce, ResultsMayHaveOddAddresses) {
   constexpr size_t kSize = 1000;
   std::vector<BFloat16> ones(kSize, BFloat16{0x3F80});
   const auto* const source = reinterpret_cast<const std::byte*>(ones.data());
   const std::vector<const std::byte*> sources(3, source);
-  for (const auto& [loops, streams] : every_way()) {
+  for (const auto& [loops, streams] : every_variant()) {
     std::vector<std::byte> out(2 * kSize + 2);
     loops({ReduceOp::kSum, DType::kBFloat16, out.data() + 1, sources.data(), 3, kSize, 1, streams});
     for (size_t i = 0; i < kSize; ++i) {
@@ -291,7 +292,7 @@ TEST(Reduce, NaNPropagatesFromEitherSide) {
   }
 }
 
-TEST(Reduce, BoolIsLogic) {
+TEST(Reduce, BoolsAreReducedLogically) {
   std::array<uint8_t, 2> values{1, 0};
   const std::vector<const std::byte*> data{reinterpret_cast<std::byte*>(&values[0]),
                                            reinterpret_cast<std::byte*>(&values[1])};

@@ -1,4 +1,4 @@
-// How a group is made, and the errors that all its ranks get if it cannot be made.
+// How a group is created, and the errors that all its ranks get if it cannot be created.
 #include "group_config.h"
 #include "peers.h"
 #include "ranks.h"
@@ -18,8 +18,8 @@ using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 using Change = std::function<void(GroupOptions& options)>;
 
-// Returns the error text of each rank that makes a group; "" if it succeeds. `view` returns each
-// rank's view of the store.
+// Creates a group and returns each rank's error text; "" for a rank that succeeds. `change` edits
+// each rank's options, and `view` returns each rank's view of the store.
 std::vector<std::string> error_texts(
     MemoryStore& store,
     int num_ranks,
@@ -57,8 +57,8 @@ TEST(GroupConfig, DifferentStagingLimitsFailOnAllRanks) {
             "same value on every rank of a host");
 }
 
-// Groups are made one after another over one store; a slow rank may still be finishing one while
-// others make the next.
+// Groups are created one after another over one store; a slow rank may still be joining one group
+// while others create the next.
 TEST(Joining, ASuccessfulJoinLeavesNoKeys) {
   MemoryStore store;
   for (const size_t limit : {1, 1 << 20, 1 << 24}) {
@@ -131,7 +131,7 @@ TEST(Joining, AllRanksFailIfOneCannotOpenTheMemory) {
   EXPECT_THAT(texts.front(), HasSubstr("WEFT_HOST_ID"));
 }
 
-TEST(Joining, AStoreErrorIsNoTimeout) {
+TEST(Joining, AStoreErrorIsNotReportedAsATimeout) {
   MemoryStore store;
   Store failing = store.view();
   failing.get = [get = failing.get](const std::string& key, milliseconds timeout) {
@@ -183,7 +183,7 @@ class Child {
   pid_t pid_;
 };
 
-// Sets a limit of this process, on open files or on file size, to 0 while it exists.
+// Sets a limit of this process, on open files or on file size, to 0 for its own lifetime.
 class ZeroLimit {
  public:
   explicit ZeroLimit(decltype(RLIMIT_NOFILE) resource) : resource_(resource) {
@@ -201,7 +201,7 @@ class ZeroLimit {
   rlimit before_{};
 };
 
-TEST(Joining, AllRanksFailIfTheMemoryCannotBeMade) {
+TEST(Joining, AllRanksFailIfTheMemoryCannotBeCreated) {
   MemoryStore store;
   std::vector<std::string> texts(3);
   std::vector<std::thread> threads;
@@ -220,7 +220,7 @@ TEST(Joining, AllRanksFailIfTheMemoryCannotBeMade) {
   EXPECT_THAT(texts.front(), HasSubstr("rank 0 of group 'test' could not create shared memory"));
 }
 
-// Otherwise the rank would be taken for one on another host.
+// Otherwise this rank would be treated as one on another host.
 TEST(Joining, AnUnreadableHostIdentityThrows) {
   const std::string usual = host_identity();
   {
@@ -230,11 +230,11 @@ TEST(Joining, AnUnreadableHostIdentityThrows) {
   EXPECT_EQ(host_identity(), usual);
 }
 
-TEST(Joining, ARankThatEndsMeanwhileIsNamed) {
+TEST(Joining, ARankThatEndsWhileOthersJoinIsNamed) {
   const Child child;
   MemoryStore store;
   std::thread ending([&] {
-    // Simulates rank 1 as that process, which has joined and ends before the last rank joins.
+    // Simulates that `child` is rank 1, which has joined and ends before the last rank joins.
     Store view = store.view();
     const auto address = SegmentAddress::parse(view.get("segment", milliseconds(5000)));
     const Segment segment = Segment::open(address);
@@ -259,14 +259,14 @@ TEST(Peers, AZombieHasEnded) {
   const uint64_t start_time = process_start_time(pid);
   EXPECT_NE(start_time, 0U);
   EXPECT_FALSE(process_has_ended(pid, start_time));
-  EXPECT_TRUE(process_has_ended(pid, start_time - 1)) << "that was another one";
-  EXPECT_FALSE(process_has_ended(pid, 0)) << "whenever it started";
+  EXPECT_TRUE(process_has_ended(pid, start_time - 1)) << "another process had this pid";
+  EXPECT_FALSE(process_has_ended(pid, 0)) << "the start time is unknown";
   {
     const ZeroLimit files(RLIMIT_NOFILE);
-    EXPECT_FALSE(process_has_ended(pid, start_time)) << "not to be found out is not an end";
+    EXPECT_FALSE(process_has_ended(pid, start_time)) << "an unreadable /proc is not an end";
   }
   child.kill();
-  EXPECT_TRUE(process_has_ended(pid, start_time)) << "its parent has yet to ask";
+  EXPECT_TRUE(process_has_ended(pid, start_time)) << "its status has not been collected";
   child.end();
   EXPECT_TRUE(process_has_ended(pid, start_time));
 }
@@ -281,18 +281,18 @@ TEST(Peers, AreWatchedWithoutDescriptors) {
   shared.rank(0).pid = getpid();
   shared.rank(1).pid = child.pid();
   shared.rank(1).start_time = process_start_time(child.pid());
-  const auto blind = [&] {
+  const auto without_descriptors = [&] {
     const ZeroLimit files(RLIMIT_NOFILE);
     return std::make_unique<Peers>(shared);
   }();
-  const Peers usual(shared);
-  for (const Peers* const peers : std::initializer_list<const Peers*>{blind.get(), &usual}) {
+  const Peers with_descriptors(shared);
+  const std::initializer_list<const Peers*> both = {without_descriptors.get(), &with_descriptors};
+  for (const Peers* const peers : both) {
     EXPECT_FALSE(peers->has_ended(0));
     EXPECT_FALSE(peers->has_ended(1));
   }
   child.kill();
-  for (const Peers* const peers : std::initializer_list<const Peers*>{blind.get(), &usual})
-    EXPECT_TRUE(peers->has_ended(1));
+  for (const Peers* const peers : both) EXPECT_TRUE(peers->has_ended(1));
 }
 
 }  // namespace

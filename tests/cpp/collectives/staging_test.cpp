@@ -17,7 +17,7 @@ INSTANTIATE_TEST_SUITE_P(Limits, StagingTest, ::testing::Values(128 * 1024, 1024
 
 // Consecutive collectives with various numbers of chunks and random delays on each rank: no rank
 // may overwrite a buffer before all ranks have read it.
-TEST_P(StagingTest, IsRefilledOnlyAfterAllRanksReadIt) {
+TEST_P(StagingTest, ABufferIsRefilledOnlyAfterAllRanksReadIt) {
   constexpr int kRanks = 3;
   GroupOptions options = group_of(1, 0);
   options.staging_limit_bytes = GetParam();
@@ -85,7 +85,7 @@ TEST_P(StagingTest, IsRefilledOnlyAfterAllRanksReadIt) {
 
 // Large reduce-scatters of many ranks alternate between both buffers; other collectives run before
 // and after them.
-TEST(Staging, OfLargeReduceScattersIsRefilledOnlyAfterAllRanksReadIt) {
+TEST(Staging, LargeReduceScattersRefillABufferOnlyAfterAllRanksReadIt) {
   constexpr int kRanks = 5;
   GroupOptions options = group_of(1, 0);
   options.staging_limit_bytes = 1 << 20;
@@ -117,7 +117,7 @@ TEST(Staging, OfLargeReduceScattersIsRefilledOnlyAfterAllRanksReadIt) {
       options);
 }
 
-TEST(Staging, HasASlotForEveryRank) {
+TEST(Staging, HalfABufferHasASlotForEveryRank) {
   for (const int num_ranks : {1, 2, 8, 128, 256, 1024}) {
     const size_t half = SharedSizes::within(num_ranks, size_t{16} << 20).staging_bytes / 2;
     EXPECT_GE(slot_bytes(half, num_ranks), 64) << num_ranks;

@@ -1,4 +1,4 @@
-// Inputs of the ranks to a collective, and its expected result.
+// The ranks' inputs to a collective, and its expected result.
 #pragma once
 
 #include <cstddef>
