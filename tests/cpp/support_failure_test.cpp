@@ -36,7 +36,7 @@ TEST(FailingRanks, AThrowingRankIsNamedAndReleasesTheOthers) {
   }
 }
 
-TEST(FailingRanks, TheCauseComesBeforeWhatFollowsFromIt) {
+TEST(FailingRanks, TheFirstFailureIsReported) {
   const std::string text = failure_of(4, [](RankContext& ctx) {
     if (ctx.group_rank == 3) {
       std::this_thread::sleep_for(milliseconds(20));
@@ -47,7 +47,7 @@ TEST(FailingRanks, TheCauseComesBeforeWhatFollowsFromIt) {
   EXPECT_EQ(text, "rank 3 of 4 failed: the cause");
 }
 
-TEST(FailingRanks, AMissingRankTimesOutByName) {
+TEST(FailingRanks, ATimeoutNamesTheMissingRank) {
   std::promise<void> seen;
   RankOptions options;
   options.group.timeout = milliseconds(50);
@@ -131,16 +131,16 @@ TEST(FailingRanks, AWorkWithoutAWaitIsAFailure) {
   run_ranks(2, body, options);
 }
 
-TEST(BadTensors, AreRefusedBeforeAnythingIsSent) {
+TEST(BadTensors, RaiseBeforeAnythingIsSent) {
   run_ranks(2, [](RankContext& ctx) {
     const std::string rank = " on rank " + std::to_string(ctx.group_rank);
     EXPECT_HAS(
         error_of([&] { all_reduce(ctx, filled(1).t()); }),
         "all_reduce" + rank + ": the tensor is not contiguous; pass a contiguous CPU tensor");
     EXPECT_HAS(error_of([&] { all_reduce(ctx, filled(1, at::kLong), ReduceOp::AVG); }),
-               "cannot take the avg of Long");
+               "cannot compute the avg of Long");
     EXPECT_HAS(error_of([&] { all_reduce(ctx, filled(1, at::kLong), ReduceOp::BAND); }),
-               "is not known to this backend");
+               "is not supported by this backend");
     at::Tensor output = filled(0);
     at::Tensor input = filled(0);
     EXPECT_HAS(error_of([&] { all_gather_flat(*ctx.process_group, output, input); }),

@@ -101,7 +101,7 @@ INSTANTIATE_TEST_SUITE_P(
       return "Ranks" + std::to_string(std::get<0>(test.param)) + toString(std::get<1>(test.param));
     });
 
-TEST(ThreadRanks, EmptyTensorsTakePart) {
+TEST(ThreadRanks, EmptyTensorsAreAccepted) {
   run_ranks(2, [](RankContext& ctx) {
     const at::Tensor empty = at::empty({0, 4});
     all_reduce(ctx, empty)->wait();
@@ -121,7 +121,7 @@ TEST(ThreadRanks, HalfPrecisionIsRoundedOnce) {
   });
 }
 
-TEST(ThreadRanks, BarrierHoldsEveryRankBack) {
+TEST(ThreadRanks, BarrierWaitsForEveryRank) {
   for (const int n : {1, 2, 3, 4}) {
     std::atomic<int> num_arrived = 0;
     run_ranks(n, [&](RankContext& ctx) {
@@ -133,7 +133,7 @@ TEST(ThreadRanks, BarrierHoldsEveryRankBack) {
   }
 }
 
-TEST(ThreadRanks, SendsMeetReceivesByPeerAndTag) {
+TEST(ThreadRanks, SendsMatchReceivesByPeerAndTag) {
   for (const int n : {2, 3, 4}) {
     run_ranks(n, [&](RankContext& ctx) {
       const int next = (ctx.group_rank + 1) % n;
@@ -176,7 +176,7 @@ TEST(ThreadRanks, CountsCallsAndBytes) {
   });
 }
 
-TEST(ThreadRanks, GroupNameResolvesToTheOwnRank) {
+TEST(ThreadRanks, GroupNameResolvesToTheGroupOfTheRank) {
   RankOptions options;
   options.group_name = "some_group";
   run_ranks(
@@ -235,7 +235,7 @@ TEST(DelayedAllReduce, IsNotCompleteBeforeTheWait) {
         const auto start = std::chrono::steady_clock::now();
         const auto work = all_reduce(ctx, x);
         EXPECT_FALSE(work->isCompleted());
-        EXPECT_TRUE(at::equal(x, filled(1))) << "the input until it is complete";
+        EXPECT_TRUE(at::equal(x, filled(1))) << "the input, until the all-reduce is complete";
         work->wait();
         EXPECT_GE(std::chrono::steady_clock::now() - start, milliseconds(90));
         EXPECT_TRUE(work->isCompleted());

@@ -34,9 +34,9 @@ TEST(ActivationKind, ParsesItsName) {
   EXPECT_EQ(parse_activation(""), std::nullopt);
 }
 
-// The suite runs the widest instruction set of this processor; this test compares the narrower
-// ones with it.
-TEST(InstructionSets, AgreeWithEachOther) {
+// The suite runs the widest instruction set of this processor; this test compares every supported
+// one with it.
+TEST(ActivationInstructionSets, AgreeWithEachOther) {
   const auto sets = cpu::supported_instruction_sets();
   ASSERT_STREQ(sets.back().name, "baseline");
   const at::Tensor gate = at::randn({37, 65}) * 4;
@@ -66,7 +66,7 @@ TEST(InstructionSets, AgreeWithEachOther) {
   }
 }
 
-TEST(Threads, GiveTheSameBits) {
+TEST(ActivationThreads, GiveTheSameBits) {
   const at::Tensor gate = at::randn({301, 500});
   const at::Tensor up = at::randn({301, 500});
   const auto run = [&] { return cpu::gated_forward(gate, up, Activation::kGelu); };

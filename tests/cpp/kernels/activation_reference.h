@@ -24,7 +24,7 @@ inline const char* name_of(Activation activation) {
 
 }  // namespace weft::kernels::testing
 
-// act and act' in plain double precision, by the textbook formulae.
+// The activations and their derivatives in double precision, by the textbook formulae.
 namespace weft::kernels::reference {
 
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }

@@ -78,7 +78,8 @@ std::vector<double> values_of(const at::Tensor& tensor) {
   return {begin, begin + values.numel()};
 }
 
-// float and double: some units in the last place. Half types: half a unit, for one rounding.
+// float and double: some units in the last place. Half types: half a unit in the last place, for
+// one rounding.
 double relative_tolerance(at::ScalarType type) {
   switch (type) {
     case at::kFloat:
@@ -92,8 +93,9 @@ double relative_tolerance(at::ScalarType type) {
   }
 }
 
-// `magnitude` is the product of the factors' absolute values. Where sums cancel (near a zero of
-// act', in the tails of the textbook formulae), the error is relative to a tenth of `magnitude`.
+// The error is relative to the expected value plus a tenth of `magnitude`, the product of the
+// factors' absolute values: sums cancel near a zero of the derivative, and in the tails of the
+// textbook formulae.
 void expect_close(const std::string& what,
                   const at::Tensor& actual,
                   const std::function<double(std::size_t)>& expected,
@@ -288,7 +290,7 @@ TEST_F(ActivationKernels, LeftTailsKeepRelativeAccuracy) {
   }
 }
 
-// The emulated devices and GPUs approximate the normal distribution less exactly for half types.
+// The CUDA kernels approximate the normal distribution less exactly for half types.
 TEST_F(ActivationKernels, LeftTailsOfHalfTypesKeepRelativeAccuracy) {
   for (const auto type : {at::kBFloat16, at::kHalf}) {
     const at::Tensor x = at::linspace(-9, -1, 4001, at::kFloat).to(type);
@@ -313,11 +315,11 @@ void expect_same_specials(const at::Tensor& actual, const at::Tensor& expected, 
                            /*atol=*/1e-7,
                            /*equal_nan=*/true))
       << what << " gave\n"
-      << actual << "\nand torch\n"
+      << actual << "\nbut torch gave\n"
       << expected;
 }
 
-TEST_F(ActivationKernels, NanAndInfinityAreAsInTorch) {
+TEST_F(ActivationKernels, NanAndInfinityGiveTheResultsOfTorch) {
   const double inf = std::numeric_limits<double>::infinity();
   // Repeated, so that both the vector body and the remainder of the loops process every value.
   const at::Tensor specials =
@@ -326,8 +328,8 @@ TEST_F(ActivationKernels, NanAndInfinityAreAsInTorch) {
   for (const auto type : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     const at::Tensor x = on_device(specials.to(type));
     const at::Tensor ones = at::ones_like(x);
-    // The reference is torch in float64 on the CPU: its vectorised float32 gelu(inf) is NaN, the
-    // others are infinite.
+    // The reference is torch in float64 on the CPU, because torch's vectorised float32 gelu gives
+    // NaN for infinity, where torch's other versions give infinity.
     const at::Tensor x64 = x.cpu().to(at::kDouble);
     const at::Tensor ones64 = at::ones_like(x64);
     const auto check = [&](Activation activation, const at::Tensor& h, const at::Tensor& grad) {
@@ -345,7 +347,7 @@ TEST_F(ActivationKernels, NanAndInfinityAreAsInTorch) {
 }
 
 // relu(1) * up is up, so every bit pattern must be preserved; NaNs may change their payload.
-TEST_F(ActivationKernels, EveryHalfValueSurvives) {
+TEST_F(ActivationKernels, EveryHalfValueIsPreserved) {
   const at::Tensor patterns = at::arange(-32768, 32768, at::kInt).to(at::kShort);
   for (const auto type : {at::kBFloat16, at::kHalf}) {
     const at::Tensor up = patterns.view(type);

@@ -123,7 +123,7 @@ TEST(CrossEntropyInstructionSets, AgreeWithEachOther) {
     set.loops.cross_entropy_statistics(forward, 20, kRows);
     set.loops.cross_entropy_gradient(backward, 0, 11);
     set.loops.cross_entropy_gradient(backward, 11, kRows);
-    // 1e-4: for the sum of logits, which is near 0.
+    // 1e-4 is for the sum of the logits, which is near 0.
     EXPECT_TRUE(at::allclose(statistics, expected.statistics, 1e-6, 1e-4, /*equal_nan=*/true));
     EXPECT_TRUE(at::allclose(gradient, expected.gradient, 1e-5, 1e-7, /*equal_nan=*/true));
   }

@@ -34,9 +34,10 @@ inline Statistics statistics(const std::vector<double>& logits, int64_t column) 
   return result;
 }
 
+// Of a row of the full vocabulary.
 struct Normalizers {
   double largest;
-  double log_sum;
+  double log_sum;  // of exp(logit - largest)
 };
 
 inline double probability(double logit, Normalizers normalizers) {

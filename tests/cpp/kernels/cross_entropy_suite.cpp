@@ -116,7 +116,8 @@ class CrossEntropyKernels : public ::testing::Test {
                       gradient);
   }
 
-  // Targets in the first and the last column, in other shards' classes, ignored, and again first.
+  // Targets in the first and the last column, two of other shards, an ignored one, and one in the
+  // first column again.
   static at::Tensor targets(int64_t size) {
     return at::tensor({kStart, kStart + size - 1, kStart - 1, kStart + size, kIgnored, kStart});
   }
@@ -234,7 +235,7 @@ TEST_P(CrossEntropyCases, GradientMatchesReference) {
   write_gradient(gradient, grad, logits, target, normalizers, c.smoothing);
   expect_gradient(gradient, logits, grad, target, normalizers, c.smoothing);
 
-  // At an unaligned address and in place: bitwise equal.
+  // The gradient is bitwise equal at an unaligned address, and in place.
   const at::Tensor unaligned =
       at::empty({logits.numel() + 1}, logits.options()).narrow(0, 1, logits.numel());
   write_gradient(unaligned.view(logits.sizes()), grad, logits, target, normalizers, c.smoothing);
@@ -247,7 +248,7 @@ TEST_P(CrossEntropyCases, GradientMatchesReference) {
 INSTANTIATE_TEST_SUITE_P(All, CrossEntropyCases, ::testing::ValuesIn(all_cases()), case_name);
 
 // Rows with special values in one place, and ordinary or masked-out logits elsewhere.
-TEST_F(CrossEntropyKernels, SpecialValuesAreThoseOfTheReference) {
+TEST_F(CrossEntropyKernels, SpecialValuesMatchTheReference) {
   const std::vector<std::vector<double>> specials = {{kNaN},
                                                      {kInfinity},
                                                      {-kInfinity},
@@ -269,7 +270,7 @@ TEST_F(CrossEntropyKernels, SpecialValuesAreThoseOfTheReference) {
               at::tensor({kStart + position, kStart + position + count, kIgnored});
           logits = on_device(logits.to(type));
           SCOPED_TRACE(std::string(c10::toString(type)) + ", " + std::to_string(special[0]) +
-                       " at " + std::to_string(position) + " of " + std::to_string(elsewhere));
+                       " at " + std::to_string(position) + " among " + std::to_string(elsewhere));
           expect_statistics(logits, target, /*with_sum=*/false);
 
           const at::Tensor grad = at::ones({3});
@@ -308,16 +309,16 @@ TEST_F(CrossEntropyKernels, LargeLogitsHaveExactGradients) {
   expect_gradient(gradient, logits, at::ones({1}), target, normalizers, 0.1);
 }
 
-// More than any device runs at a time, so that each processes several rows.
-TEST_F(CrossEntropyKernels, MoreRowsThanBlocks) {
+// More rows than any device runs blocks at a time.
+TEST_F(CrossEntropyKernels, ABlockMayProcessSeveralRows) {
   for (const auto& [rows, size] : {std::pair<int64_t, int64_t>{5000, 7}, {60, 1100}}) {
     const at::Tensor target = at::randint(kStart, kStart + size, {rows}, at::kLong);
     expect_statistics(on_device(at::randn({rows, size}) * 3), target, true);
   }
 }
 
-// More than a grid has in its second dim.
-TEST_F(CrossEntropyKernels, GradientOfManyRows) {
+// More rows than a grid may have blocks in its second dim.
+TEST_F(CrossEntropyKernels, GradientMayHaveMoreRowsThanAGrid) {
   constexpr int64_t kManyRows = 65537;
   const at::Tensor grad = at::rand({kManyRows}) + 1;
   const at::Tensor logits = on_device(at::zeros({kManyRows, 1}));
@@ -330,7 +331,7 @@ TEST_F(CrossEntropyKernels, GradientOfManyRows) {
 }
 
 // A row begins more than 2^31 elements after the first. Only the pages of the rows are touched.
-TEST_F(CrossEntropyKernels, RowsLieFarApart) {
+TEST_F(CrossEntropyKernels, RowsMayBeginBeyond2To31Elements) {
   constexpr int64_t kStride = (int64_t{1} << 30) + 8;
   const at::Tensor storage =
       at::empty({2 * kStride + 33}, at::TensorOptions(at::kBFloat16).device(kernels_.device));
@@ -369,7 +370,7 @@ TEST_F(CrossEntropyKernels, IgnoredClassMayBelongToThisShard) {
   EXPECT_NE(gradient[1].count_nonzero().item<int64_t>(), 0);
 }
 
-TEST_F(CrossEntropyKernels, NoClassesAndNoTokens) {
+TEST_F(CrossEntropyKernels, ShardsMayHaveNoClassesOrNoTokens) {
   const at::Tensor none =
       statistics_of(on_device(at::empty({2, 0})), at::tensor({kStart, kIgnored}), true);
   EXPECT_TRUE(
@@ -389,7 +390,7 @@ TEST_F(CrossEntropyKernels, NoClassesAndNoTokens) {
   }
 }
 
-TEST_F(CrossEntropyKernels, TakeTargetsOf32Bits) {
+TEST_F(CrossEntropyKernels, AcceptTargetsOf32Bits) {
   const at::Tensor logits = on_device(at::randn({6, 33}));
   const at::Tensor target = targets(33);
   EXPECT_TRUE(at::equal(statistics_of(logits, target, true),

@@ -115,7 +115,7 @@ void launch_with_too_much_shared(bool has_fault) {
   run(empty_kernel, {1, 32, (48U * 1024) + (has_fault ? 1U : 0U)});
 }
 
-void ask_for_too_much_shared(bool has_fault) {
+void allow_too_much_shared(bool has_fault) {
   cudaFuncSetAttribute(shared_kernel,
                        cudaFuncAttributeMaxDynamicSharedMemorySize,
                        settings().device.shared_bytes_per_block + (has_fault ? 1 : 0));

@@ -83,7 +83,7 @@ TEST(CudaEmulator, FindsBarrierThatSomeThreadsDoNotReach) {
 TEST(CudaEmulator, FindsShuffleThatALaneDoesNotReach) {
   EXPECT_EQ(error_of([] { shuffle_without_lane(false); }), "none");
   EXPECT_EQ(error_of([] { shuffle_without_lane(true); }),
-            "block 0 x 0 x 0, warp 0: 31 of 32 lanes reached a shuffle of all");
+            "block 0 x 0 x 0, warp 0: 31 of 32 lanes reached a shuffle that all must reach");
 }
 
 TEST(CudaEmulator, FindsShuffleWithAPartialMask) {
@@ -92,7 +92,7 @@ TEST(CudaEmulator, FindsShuffleWithAPartialMask) {
   EXPECT_TRUE(error.ends_with(" of block 0 x 0 x 0 shuffles with a mask that lacks lanes"))
       << error;
   EXPECT_EQ(error_of([] { shuffle_with_partial_mask(false); }), "none")
-      << "after an abandoned block";
+      << "after the error in another block";
 }
 
 TEST(CudaEmulator, PoisonsSharedMemory) {
@@ -126,15 +126,15 @@ TEST(CudaEmulatorDeathTest, SanitizersFindMisalignedPacks) {
 TEST(CudaEmulator, ChecksTheSizesOfLaunches) {
   EXPECT_EQ(error_of([] { launch_too_many_threads(false); }), "none");
   EXPECT_EQ(error_of([] { launch_too_many_threads(true); }),
-            "a launch has blocks of 1025 x 1 x 1 threads, of 1 to 1024");
+            "a launch has blocks of 1025 x 1 x 1 threads; a block has 1 to 1024");
   EXPECT_EQ(error_of([] { launch_with_too_much_shared(false); }), "none");
   EXPECT_EQ(error_of([] { launch_with_too_much_shared(true); }),
-            "a launch asks for 49153 bytes of dynamic shared memory, of 49152");
+            "a launch has 49153 bytes of dynamic shared memory; the kernel may use 49152");
   const Device& device = settings().device;
-  EXPECT_EQ(error_of([] { ask_for_too_much_shared(false); }), "none");
-  EXPECT_EQ(error_of([] { ask_for_too_much_shared(true); }),
+  EXPECT_EQ(error_of([] { allow_too_much_shared(false); }), "none");
+  EXPECT_EQ(error_of([] { allow_too_much_shared(true); }),
             "a kernel is allowed " + std::to_string(device.shared_bytes_per_block + 1) +
-                " bytes of dynamic shared memory, and " + device.name + " has " +
+                " bytes of dynamic shared memory, but " + device.name + " has only " +
                 std::to_string(device.shared_bytes_per_block));
 }
 

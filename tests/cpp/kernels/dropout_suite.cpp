@@ -37,7 +37,7 @@ std::vector<Case> all_cases() {
                                        DropoutPlace{1, 7, 3, 21},
                                        DropoutPlace{8, 16, 16, 64},
                                        DropoutPlace{5, 33, 1, 100},
-                                       // Packs of 4 and of 8 elements end in another run.
+                                       // Packs of 4 and of 8 elements cross the end of a run.
                                        DropoutPlace{2, 3, 1, 9},
                                        DropoutPlace{1, 12, 5, 30},
                                        DropoutPlace{1, 4096, 4096, 8192},
@@ -93,7 +93,7 @@ TEST_P(DropoutCases, MatchTheDefinition) {
   EXPECT_TRUE(at::equal(y, at::where(keeps, scaled, at::zeros_like(scaled))));
 }
 
-TEST_P(DropoutCases, DropNothingAndEverything) {
+TEST_P(DropoutCases, DropNothingIfPIs0AndEverythingIfPIs1) {
   const at::Tensor x = random();
   EXPECT_TRUE(at::equal(kernels_.dropout(x, 0, kSeed, GetParam().place), x));
   EXPECT_TRUE(at::equal(kernels_.dropout(x, 1, kSeed, GetParam().place), at::zeros_like(x)));
@@ -109,7 +109,7 @@ struct KnownWords {
 
 // The words of counter 0 are a known answer of Random123, the library of Philox's authors; the
 // others are from tests/ops/philox.py. An element is dropped exactly if its word is below p * 2^32.
-TEST_F(DropoutKernels, PhiloxKnownAnswers) {
+TEST_F(DropoutKernels, PhiloxGivesKnownAnswers) {
   const KnownWords known[] = {
       {0, 0, {0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8}},
       {0x0123456789ABCDEF, 0xFEDCBA9876543210, {0x822ED603, 0x19774975, 0x4C78EBA5, 0xDC0BA28A}}};

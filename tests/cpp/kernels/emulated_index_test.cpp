@@ -1,6 +1,6 @@
 // Arrays of more than 2^31 elements, on the emulator: their memory is reserved, not committed, and
-// of each grid only the first and the last block run. The last elements must be what the same
-// kernel computes for an array of only these.
+// of each grid only the first and the last block run. The last elements must equal the results
+// of the same kernel for an array of only these elements.
 #include "activation_launch.h"
 #include "cross_entropy_launch.h"
 #include "cuda_emulator.h"
@@ -25,7 +25,7 @@ using c10::BFloat16;
 constexpr int64_t kTwoTo31 = int64_t{1} << 31;
 const c10::Device kDevice(c10::DeviceType::CPU);
 
-// An array of zeros.
+// An array of zeros; its untouched pages are not backed by memory.
 template <typename Element>
 class SparseArray {
  public:
@@ -68,7 +68,7 @@ std::vector<double> values_of(SparseArray<Element>& array, int64_t begin, int64_
 class LargeArrays : public ::testing::Test {
  protected:
   void SetUp() override {
-    // A block for each row, or for each pack of each thread.
+    // The grids are not limited: each row has a block, or each pack a thread.
     cuda_emulator::settings().device.num_multiprocessors = 1 << 20;
     cuda_emulator::settings().only_outer_blocks = true;
   }
@@ -77,7 +77,7 @@ class LargeArrays : public ::testing::Test {
   const cuda_emulator::Settings saved_ = cuda_emulator::settings();
 };
 
-TEST_F(LargeArrays, Activation) {
+TEST_F(LargeArrays, ActivationIsExactBeyond2To31Elements) {
   // The last block has 80 elements; the first block processes the remainder of 5.
   const int64_t size = kTwoTo31 + 3 * 2048 + 85;
   const int64_t begin = size - 85;
@@ -149,7 +149,7 @@ TEST_F(LargeArrays, GateUpActivation) {
 }
 
 // More than 2^32 elements in two runs, whose positions need a division of 64-bit integers.
-TEST_F(LargeArrays, Dropout) {
+TEST_F(LargeArrays, DropoutIsExactBeyond2To32Elements) {
   const int64_t size = 2 * kTwoTo31 + 2048 + 48;
   const int64_t begin = size - 48;
   SparseArray<BFloat16> x(size), y(size);
@@ -184,7 +184,7 @@ class LargeNorms : public LargeArrays {
   static constexpr int64_t kBegin = (kRows - 1) * kRowSize;  // of the last row
 };
 
-TEST_F(LargeNorms, Forward) {
+TEST_F(LargeNorms, ForwardIsExactBeyond2To31Elements) {
   SparseArray<BFloat16> x(kRows * kRowSize), residual(kRows * kRowSize), sum(kRows * kRowSize),
       y(kRows * kRowSize);
   SparseArray<float> mean(kRows), rstd(kRows);
@@ -220,7 +220,7 @@ TEST_F(LargeNorms, Forward) {
   EXPECT_GT(*rstd.at(kRows - 1), 0);
 }
 
-TEST_F(LargeNorms, Backward) {
+TEST_F(LargeNorms, BackwardIsExactBeyond2To31Elements) {
   SparseArray<BFloat16> grad_y(kRows * kRowSize), grad_sum(kRows * kRowSize), v(kRows * kRowSize),
       grad_v(kRows * kRowSize);
   SparseArray<float> rstd(kRows);
@@ -270,7 +270,7 @@ class LargeCrossEntropy : public LargeArrays {
   SparseArray<int64_t> target_{kRows};
 };
 
-TEST_F(LargeCrossEntropy, Statistics) {
+TEST_F(LargeCrossEntropy, StatisticsAreExactBeyond2To31Elements) {
   SparseArray<float> statistics(4 * kRows), last_statistics(4);
   detail::CrossEntropyStatisticsJob job{.type = detail::StorageType::kBFloat16,
                                         .wants_sum = true,
@@ -291,7 +291,7 @@ TEST_F(LargeCrossEntropy, Statistics) {
   EXPECT_GT(*last_statistics.at(1), 1);
 }
 
-TEST_F(LargeCrossEntropy, Gradient) {
+TEST_F(LargeCrossEntropy, GradientIsExactBeyond2To31Elements) {
   SparseArray<BFloat16> grad_logits(kRows * kClasses), last_grad_logits(kClasses);
   SparseArray<float> grad_losses(kRows), largest(kRows), log_sum(kRows);
   *grad_losses.at(kRows - 1) = 0.5F;

@@ -1,7 +1,6 @@
 // The blocks and the kernels that the norms' launches choose for rows of each length, and a launch
-// of many blocks. Results do not show the choice: rows that threads keep in registers have the
-// results of rows that are read again, and the emulator does not know the bounds of a kernel's
-// blocks.
+// of many blocks. Results do not show the choice: a row that threads keep in registers gives the
+// same results as a row that they read again, and the emulator ignores a kernel's launch bounds.
 #include "cuda_emulator.h"
 #include "norm_launch.h"
 
@@ -37,7 +36,7 @@ class NormLaunches : public ::testing::Test {
     return begin + (is_aligned == row.aligned ? 0 : 1);
   }
 
-  // Runs `launch` for each row, and compares its first launch with what the row says.
+  // Runs `launch` for each row, and compares the block and the kernel with those of `Row`.
   template <typename Launch>
   void expect_launches(const std::vector<Row>& rows, const Launch& launch) {
     std::map<std::string, std::set<const void*>> kernels;
@@ -61,7 +60,7 @@ class NormLaunches : public ::testing::Test {
 };
 
 // A pack has two elements of float64.
-TEST_F(NormLaunches, Forward) {
+TEST_F(NormLaunches, ForwardChoosesBlockAndKernelByRow) {
   const std::vector<Row> rows = {{2, true, 32, "keeps 4 packs"},
                                  {256, true, 32, "keeps 4 packs"},
                                  {258, true, 64, "keeps 4 packs"},
@@ -88,7 +87,7 @@ TEST_F(NormLaunches, Forward) {
   });
 }
 
-TEST_F(NormLaunches, Backward) {
+TEST_F(NormLaunches, BackwardChoosesBlockAndKernelByRow) {
   const std::vector<Row> rows = {{2, true, 32, "keeps 2 packs"},
                                  {130, true, 64, "keeps 2 packs"},
                                  {1024, true, 256, "keeps 2 packs"},
@@ -119,8 +118,8 @@ TEST_F(NormLaunches, Backward) {
   });
 }
 
-// Each thread of the kernel that sums over blocks adds the sums of several.
-TEST_F(NormLaunches, BackwardOfManyBlocks) {
+// Each thread of the kernel that sums over blocks adds the partial sums of several blocks.
+TEST_F(NormLaunches, BackwardSumsOverManyBlocks) {
   constexpr int64_t kRows = 100;
   constexpr int64_t kSize = 3;
   cuda_emulator::settings().device.num_multiprocessors = 20;
@@ -145,7 +144,7 @@ TEST_F(NormLaunches, BackwardOfManyBlocks) {
   ASSERT_GT(num_blocks, 64);
   std::vector<double> partial_sums(num_blocks * 2 * kSize), sums(2 * kSize);
   cuda::launch_norm_backward(job, 2, partial_sums.data(), sums.data(), device_);
-  EXPECT_EQ(sums, expected);  // of integers, which float64 adds exactly
+  EXPECT_EQ(sums, expected);  // float64 adds integers exactly
 }
 
 }  // namespace

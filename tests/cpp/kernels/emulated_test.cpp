@@ -1,5 +1,6 @@
 // The suites of the CUDA kernels on the emulator. WEFT_EMULATED_ORDER is the order in which the
-// threads of a block run: forward, reverse, or the seed of a random one.
+// threads of a block run: forward, reverse, or the seed of a random one. These three emulate sm_90,
+// sm_80 and sm_100.
 #include "activation_suite.h"
 #include "cross_entropy_suite.h"
 #include "cuda_emulator.h"

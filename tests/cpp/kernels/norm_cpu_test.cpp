@@ -1,5 +1,5 @@
-// The norms' kernels on the CPU: the suite, and every instruction set, several numbers of threads,
-// and errors.
+// The norms' kernels on the CPU: the suite, every instruction set, several numbers of threads, and
+// errors.
 #include "instruction_sets.h"
 #include "norm_job.h"
 #include "norm_suite.h"
@@ -35,7 +35,7 @@ struct NormInputs {
   at::Tensor grad_y = at::randn({kRows, kSize});
 };
 
-// Returns all results of a forward and a backward.
+// Returns all results of the forward and of the backward.
 std::vector<at::Tensor> run(const NormInputs& in, Norm norm) {
   const auto forward = cpu::norm_forward(
       {.x = in.x, .residual = in.residual, .weight = in.weight, .bias = in.bias, .eps = 1e-5},
@@ -114,7 +114,7 @@ TEST(NormInstructionSets, AgreeWithEachOther) {
   }
 }
 
-TEST(NormOperands, RejectMismatch) {
+TEST(NormErrors, NameTheMismatch) {
   const NormInputs in;
   const auto error_of = [&](const at::Tensor& x, const std::optional<at::Tensor>& weight) {
     try {

@@ -61,25 +61,26 @@ std::vector<Case> all_cases() {
         }
       }
       // The gradients of the parameters do not fit into the shared memory of a block. The emulated
-      // devices run fewer blocks than 7.
+      // devices run fewer than 7 blocks at a time.
       const int64_t large = type == at::kDouble ? 7200 : 14400;
       cases.push_back(
           {type, norm, 7, large, Layout::kContiguous, Params::kOfComputeType, true, true});
       cases.push_back(
           {type, norm, 3, large + 1, Layout::kContiguous, Params::kOfStorage, true, false});
-      // The same for the weight alone, whose sums would overwrite others if a bias were added.
+      // The same without a bias: sums of a bias, if a kernel added them, would overwrite other
+      // sums.
       if (type == at::kDouble && norm == Norm::kRms) {
         cases.push_back(
             {type, norm, 3, 2 * large, Layout::kContiguous, Params::kOfStorage, false, false});
       }
-      // Rows that are too long for the registers of a block: of the backward, and of the forward.
+      // Rows that are too long for the registers of a block: in the backward; in the forward, too.
       cases.push_back(
           {type, norm, 7, 8200, Layout::kContiguous, Params::kOfComputeType, true, false});
       if (at::isReducedFloatingType(type)) {
         cases.push_back(
             {type, norm, 3, 16640, Layout::kContiguous, Params::kOfStorage, true, true});
       }
-      // Every combination at one size in whole packs, in which the packed kernels run.
+      // Every combination of options for rows of full packs, which the packed kernels process.
       for (const auto params : {Params::kNone, Params::kOfStorage, Params::kOfComputeType}) {
         for (const bool has_residual : {false, true}) {
           for (const auto layout : {Layout::kContiguous, Layout::kOffset, Layout::kTransposed}) {
@@ -129,8 +130,8 @@ double tolerance_of(at::ScalarType type) {
   }
 }
 
-// Compares with the float64 oracle, relative to the largest of a row's `terms`, of which the
-// expected values are sums that may cancel.
+// Compares with the float64 oracle. The error is relative to the largest of a row's `terms`: the
+// expected values are sums of them, and these sums may cancel.
 void expect_close(const at::Tensor& actual,
                   const at::Tensor& expected,
                   const at::Tensor& terms,
@@ -160,14 +161,14 @@ struct Operands {
   std::optional<at::Tensor> grad_sum;
 };
 
-// Returns the values on the device under test, `offset` elements after the begin of a storage.
+// Returns the values on the device under test, `offset` elements after the beginning of a storage.
 at::Tensor at_offset(const at::Tensor& values, int64_t offset) {
   const auto options = values.options().device(kernels_under_test().device);
   const at::Tensor storage = at::empty({values.numel() + offset}, options);
   return storage.narrow(0, offset, values.numel()).view(values.sizes()).copy_(values);
 }
 
-// Returns a tensor whose values are laid out as the case says, on the device under test.
+// Returns the values in the dtype of the case and in `layout`, on the device under test.
 at::Tensor laid_out(const at::Tensor& values, const Case& c, Layout layout) {
   const auto device = kernels_under_test().device;
   const at::Tensor typed = values.to(c.type);

@@ -73,7 +73,7 @@ TEST(Ledger, ACategorySetLaterAppliesToThePeaksThatIncludeTheBlock) {
   EXPECT_EQ(totals.peak.total(), 121);
 }
 
-TEST(Ledger, PhasesHavePeaksOfTheirOwn) {
+TEST(Ledger, EachPhaseHasAPeak) {
   Ledger ledger;
   Blocks blocks(ledger);
   blocks.add(5);
@@ -110,7 +110,7 @@ TEST(Ledger, SharedMemoryCountsFromThePhaseThatAllocatesIt) {
   ledger.remove(blocks.add(50));
   ledger.set_shared_memory(30);
   EXPECT_EQ(ledger.totals().current[Category::kCommunication], 30);
-  EXPECT_EQ(ledger.totals().peak.total(), 100) << "of the phase before";
+  EXPECT_EQ(ledger.totals().peak.total(), 100) << "the peak of the phase before";
   EXPECT_EQ(ledger.phases()[1].peak.total(), 80);
   ledger.set_shared_memory(70);
   EXPECT_EQ(ledger.totals().peak.total(), 120);
@@ -132,7 +132,7 @@ TEST(Ledger, KeepsTheNewestPhases) {
   EXPECT_EQ(phases.front().name, "3");
 }
 
-TEST(Ledger, ARangeOfBlocksChangesItsCategoryTogether) {
+TEST(Ledger, BlocksOfOneCategorySinceAMarkChangeTheirCategory) {
   Ledger ledger;
   Blocks blocks(ledger);
   ledger.begin_phase("forward", Category::kScratch);
@@ -165,7 +165,7 @@ TEST(Ledger, AThreadCanHaveACategoryOfItsOwn) {
   EXPECT_EQ(blocks.add(1).category, Category::kOther);
 }
 
-TEST(Ledger, ThreadsAndForksAtOnce) {
+TEST(Ledger, ThreadsAndForksDoNotDeadlock) {
   constexpr int kThreads = 4;
   const int64_t before = ledger().totals().current.total();
   std::atomic<bool> is_over{false};

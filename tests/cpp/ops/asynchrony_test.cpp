@@ -1,5 +1,5 @@
 // Which collectives are started asynchronously: only those that overlap with a computation. Meta
-// tensors stand in for those of a GPU, because collectives of CPU tensors are never asynchronous.
+// tensors stand in for GPU tensors, because collectives of CPU tensors are never asynchronous.
 #include "chunked_sequence.h"
 #include "group.h"
 #include "recording_group.h"
@@ -30,7 +30,8 @@ TEST(Asynchrony, AnInputGradientIsAsynchronousIfOtherGradientsFollow) {
   EXPECT_EQ(group->is_asynchronous, (std::vector<bool>{true, false}));
 }
 
-// Runs 6 rows of each rank in chunks of `rows_per_chunk`.
+// Runs 6 rows of each rank in chunks of `rows_per_chunk`. Returns for each collective whether it
+// was asynchronous.
 std::vector<bool> asynchrony_of_chunks(std::int64_t rows_per_chunk) {
   const auto group = c10::make_intrusive<RecordingGroup>(0, 2);
   ops::ChunkedSequence chunks("test", group, 12, rows_per_chunk);

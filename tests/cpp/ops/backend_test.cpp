@@ -51,7 +51,7 @@ at::Tensor sum_over(const BackendPtr& backend, const at::Tensor& tensor) {
   return tensor;
 }
 
-TEST(BackendFromCpp, Reduces) {
+TEST(BackendFromCpp, ReducesAndGathers) {
   for (const int size : {1, 2, 4}) {
     on_backend(size, [&](const BackendPtr& backend, int rank) {
       EXPECT_EQ(backend->getBackendName(), "weft");
@@ -65,7 +65,7 @@ TEST(BackendFromCpp, Reduces) {
   }
 }
 
-TEST(BackendFromCpp, ServesTheOperators) {
+TEST(BackendFromCpp, RunsTheOperators) {
   on_backend(2, [](const BackendPtr& backend, int rank) {
     const auto group =
         c10::make_intrusive<c10d::ProcessGroup>(c10::make_intrusive<c10d::HashStore>(), rank, 2);
@@ -90,7 +90,7 @@ TEST(BackendFromCpp, ServesTheOperators) {
 TEST(BackendFromCpp, MakesGroupsThatTheOperatorsFind) {
   c10d::set_thread_isolation_mode(true);
   const auto store = c10::make_intrusive<c10d::HashStore>();
-  // Several groups over one store. The threads' backends keep the ranks together to the end.
+  // Several groups over one store. `backend` synchronises the ranks before the groups end.
   on_backend(2, [&](const BackendPtr& backend, int rank) {
     std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> groups;
     for (const std::string name : {"first", "second"}) {
@@ -107,7 +107,7 @@ TEST(BackendFromCpp, MakesGroupsThatTheOperatorsFind) {
   c10d::set_thread_isolation_mode(false);
 }
 
-TEST(BackendFromCpp, ThrowsTheClassesOfTheCore) {
+TEST(BackendFromCpp, ThrowsTheErrorClassesOfTheCore) {
   on_backend(
       3,
       [](const BackendPtr& backend, int rank) {
@@ -128,13 +128,13 @@ TEST(BackendFromCpp, ThrowsTheClassesOfTheCore) {
 }
 
 TEST(BackendFromCpp, RejectsSeveralHostsWithoutATransport) {
-  // A rank on another host publishes the same text except for the last line, which is its host.
+  // A rank on another host publishes the same text except for the last line, its host's identity.
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto options = c10::make_intrusive<ops::BackendOptions>();
   options->timeout = std::chrono::milliseconds(100);  // for the missing rank
   std::thread elsewhere([&] {
-    const std::vector<uint8_t> told = store->get("host/0");
-    std::string other(told.begin(), told.end());
+    const std::vector<uint8_t> published = store->get("host/0");
+    std::string other(published.begin(), published.end());
     other = other.substr(0, other.rfind('\n') + 1) + "another host";
     store->set("host/1", std::vector<uint8_t>(other.begin(), other.end()));
   });

@@ -1,5 +1,5 @@
-// Which rows each step of a chunked sequence gets. Meta tensors stand in for those of a GPU, where
-// the ranks of a chunk are merged.
+// Which rows each step of a chunked sequence gets. Meta tensors stand in for GPU tensors, for which
+// the ranks of a chunk are merged into one step.
 #include "chunked_sequence.h"
 
 #include "recording_group.h"
@@ -75,12 +75,12 @@ TEST(ChunkedSequence, RanksWithEquallyManyRowsAreMerged) {
   EXPECT_EQ(steps(at::kMeta, 4, 1, 1), (std::vector<Step>{{1, 1, 0}}));
 }
 
-TEST(ChunkedSequence, ARankIsAStepOnTheCpu) {
+TEST(ChunkedSequence, EachRankIsAStepOnTheCpu) {
   EXPECT_EQ(steps(at::kCPU, 3, 8, 2),
             (std::vector<Step>{{1, 2, 0}, {1, 2, 3}, {1, 2, 6}, {1, 1, 2}, {1, 1, 5}}));
 }
 
-TEST(ChunkRows, AViewOfTheFullSequence) {
+TEST(ChunkRows, OfReturnsAViewOfTheFullSequence) {
   // The second and third row of the second and third shard of three rows, of 10 in all.
   const ops::ChunkRows merged{2, 2, 4, 3, {}, {}};
   const ops::ChunkRows one{1, 2, 4, 3, {}, {}};

@@ -163,7 +163,7 @@ TEST(ColumnRowMlpCommunication, WaitsForALateAllReduce) {
       options);
 }
 
-TEST(ColumnRowMlpShapes, NonContiguousVectorAndEmptyInputs) {
+TEST(ColumnRowMlpShapes, MayBeNonContiguousVectorsOrEmpty) {
   const auto full = Block::random(true, true, 4, 6, at::kDouble);
   run_ranks(2, [&](RankContext& ctx) {
     const auto local = full.sharded(2, ctx.group_rank);
@@ -185,7 +185,7 @@ TEST(ColumnRowMlpShapes, NonContiguousVectorAndEmptyInputs) {
   });
 }
 
-TEST(ColumnRowMlpErrors, OneSentenceBeforeAnyCommunication) {
+TEST(ColumnRowMlpErrors, AreOneSentenceBeforeAnyCommunication) {
   run_ranks(2, [](RankContext& ctx) {
     const auto x = at::ones({3, 4});
     const auto w = at::ones({6, 4});
@@ -239,7 +239,7 @@ TEST(ColumnRowMlpErrors, OneSentenceBeforeAnyCommunication) {
   });
 }
 
-TEST(ColumnRowMlpErrors, SecondDerivatives) {
+TEST(ColumnRowMlpErrors, SecondDerivativesAreNotSupported) {
   const auto block = Block::random(true, false, 4, 6, at::kDouble);
   const auto x = at::ones({3, 4}, at::kDouble).requires_grad_();
   const auto y = ops::column_row_mlp(x, block.weights(), "silu", "");
@@ -252,7 +252,7 @@ TEST(ColumnRowMlpErrors, SecondDerivatives) {
             "derivative; call backward without create_graph.");
 }
 
-TEST(ColumnRowMlpHalfTypes, CloseToDouble) {
+TEST(ColumnRowMlpDtypes, AreCloseToFloat64) {
   run_ranks(2, [](RankContext& ctx) {
     for (const auto dtype : {at::kFloat, at::kBFloat16, at::kHalf}) {
       // Not from the random generator, which the ranks of this process share.

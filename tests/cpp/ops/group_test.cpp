@@ -95,7 +95,7 @@ TEST(GroupOfOne, NeedsNoProcessGroup) {
   EXPECT_NE(ops::reduce_from_group(x, "").data_ptr(), x.data_ptr());
 }
 
-TEST(Build, KnowsItsTorch) {
+TEST(Build, ReportsItsTorchRelease) {
   const auto expected = std::to_string(TORCH_VERSION_MAJOR) + "." +
                         std::to_string(TORCH_VERSION_MINOR) + "." +
                         std::to_string(TORCH_VERSION_PATCH);

@@ -112,7 +112,7 @@ TEST(LinearCommunication, ColumnWaitsForALateAllReduce) {
       options);
 }
 
-TEST(LinearErrors, OneSentenceBeforeAnyCommunication) {
+TEST(LinearErrors, AreOneSentenceBeforeAnyCommunication) {
   run_ranks(2, [](RankContext& ctx) {
     const auto x = at::ones({2, 4});
     const auto column = [&](const at::Tensor& weight, const std::string& group) {

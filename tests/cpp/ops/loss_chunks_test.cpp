@@ -34,15 +34,15 @@ TEST(LossChunks, HaveEnoughTokensForTheProductsOnCuda) {
   EXPECT_EQ(tokens(kCudaDevice, kLlamaVocabulary / 8, 8192, at::kBFloat16), 2048);
 }
 
-TEST(LossChunks, TakeNoMoreThanTheWeightOnCuda) {
+TEST(LossChunks, AreAtMostAsLargeAsTheWeightOnCuda) {
   EXPECT_EQ(tokens(kCudaDevice, kLlamaVocabulary, 1024, at::kBFloat16), 1024);
   EXPECT_EQ(tokens(kCudaDevice, kLlamaVocabulary, 256, at::kBFloat16), 256);
-  // Except that 32 MiB are always allowed.
+  // 32 MiB are always allowed.
   EXPECT_EQ(tokens(kCudaDevice, kLlamaVocabulary, 64, at::kBFloat16), 130);
   EXPECT_EQ(tokens(kCudaDevice, 1024, 64, at::kHalf), 16384);
 }
 
-TEST(LossChunks, OfEmptyShardsHaveTokens) {
+TEST(LossChunks, HaveTokensForEmptyShards) {
   EXPECT_GE(tokens(kCudaDevice, 0, 4096, at::kFloat), 1);
   EXPECT_GE(tokens(kCudaDevice, kLlamaVocabulary, 0, at::kFloat), 1);
 }

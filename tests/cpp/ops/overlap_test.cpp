@@ -19,8 +19,8 @@ class Overlap : public ::testing::Test {
   }
 };
 
-// Runs the layer on shards of `num_rows` rows; returns the number of all-gathers of a rank in the
-// forward.
+// Runs the layer on `num_rows` rows, sharded over the ranks; returns the number of all-gathers of a
+// rank in the forward.
 int64_t num_gathers(int num_ranks, int64_t num_rows, int64_t num_features) {
   const auto x = at::randn({num_rows, num_features}, at::kDouble);
   const auto weight = at::randn({3, num_features}, at::kDouble);
@@ -35,7 +35,7 @@ int64_t num_gathers(int num_ranks, int64_t num_rows, int64_t num_features) {
   return num_calls;
 }
 
-TEST_F(Overlap, ModesChoose) {
+TEST_F(Overlap, TheModeChoosesTheNumberOfChunks) {
   EXPECT_EQ(ops::overlap(), "auto");
   EXPECT_EQ(num_gathers(3, 7, 5), 1);
   ops::set_overlap("always");

@@ -26,7 +26,7 @@ class BatchWork final : public c10d::Work {
   void end(std::exception_ptr failure = nullptr) { finish(std::move(failure)); }
 };
 
-// The state that both ends of one direction share.
+// One direction between two ranks, shared by both ends.
 class Wire {
  public:
   using WorkPtr = c10::intrusive_ptr<BatchWork>;
@@ -44,7 +44,7 @@ class Wire {
     }
     return work;
   }
-  // Makes the `nth` send or receive from now on fail, once.
+  // Makes one send or receive fail: the `nth` from now on.
   void break_nth(bool of_sends, int nth) { (of_sends ? breaks_send_ : breaks_recv_) = nth; }
   bool breaks(bool of_sends) {
     auto& left = of_sends ? breaks_send_ : breaks_recv_;
@@ -61,9 +61,11 @@ class Wire {
   static void match(const Batch& sent, const Batch& awaited) {
     std::exception_ptr failure;
     try {
-      TORCH_CHECK(sent.first.size() == awaited.first.size(), "batches of other sizes meet");
+      TORCH_CHECK(sent.first.size() == awaited.first.size(),
+                  "a batch of receives has another size than the batch of sends");
       for (std::size_t i = 0; i < sent.first.size(); ++i) {
-        TORCH_CHECK(sent.first[i].numel() == awaited.first[i].numel(), "other tensors meet");
+        TORCH_CHECK(sent.first[i].numel() == awaited.first[i].numel(),
+                    "a tensor is received at another size");
         awaited.first[i].copy_(sent.first[i]);
       }
     } catch (...) {
@@ -94,10 +96,10 @@ class FakeNcclBackend final : public c10d::Backend {
   void abort() override { ended_("aborted"); }
 
   void startCoalescing() override {
-    TORCH_CHECK(!std::exchange(is_batching_, true), "a batch in a batch");
+    TORCH_CHECK(!std::exchange(is_batching_, true), "a batch begins inside a batch");
   }
   c10::intrusive_ptr<c10d::Work> endCoalescing() override {
-    TORCH_CHECK(std::exchange(is_batching_, false), "the end of no batch");
+    TORCH_CHECK(std::exchange(is_batching_, false), "a batch ends that has not begun");
     if (batch_.empty()) return {};
     return wire_->submit(sends_, std::exchange(batch_, {}));
   }
@@ -234,7 +236,7 @@ TEST_P(PipelineLink, StagesEqualTheFullModel) {
 }
 
 // After a failed receive, later messages fail instead of being mismatched, and no batch stays open.
-TEST(PipelineLinks, ABrokenReceiveIsTheLast) {
+TEST(PipelineLinks, MessagesFailAfterABrokenReceive) {
   Wires wires;
   run_ranks(2, [&](RankContext& ctx) {
     wires.link_all(ctx);
@@ -261,7 +263,7 @@ TEST(PipelineLinks, ABrokenReceiveIsTheLast) {
   });
 }
 
-TEST(PipelineLinks, ABrokenSendIsTheLast) {
+TEST(PipelineLinks, MessagesFailAfterABrokenSend) {
   Wires wires;
   run_ranks(2, [&](RankContext& ctx) {
     wires.link_all(ctx);

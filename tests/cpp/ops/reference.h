@@ -16,7 +16,8 @@ struct Range {
   int64_t length;
 };
 
-// Returns the shard of a dim as torch.chunk does: of ceil size, later ones shorter or empty.
+// Returns this rank's range of a dim as torch.chunk splits it: ceil(dim_size / num_ranks) entries,
+// and fewer or none on the last ranks.
 inline Range shard_range(int64_t dim_size, int64_t num_ranks, int64_t rank) {
   const int64_t length = (dim_size + num_ranks - 1) / num_ranks;
   const int64_t start = std::min(rank * length, dim_size);

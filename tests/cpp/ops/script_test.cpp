@@ -27,7 +27,7 @@ TEST(RebindGroup, ReachesEveryModuleInside) {
   EXPECT_FALSE(plain.hasattr("group_name"));
 }
 
-TEST(RebindGroup, RejectsAModuleWithoutAny) {
+TEST(RebindGroup, RejectsAModuleWithoutGroups) {
   const torch::jit::Module plain("of.mine");
   try {
     ops::rebind_group(plain, "job");

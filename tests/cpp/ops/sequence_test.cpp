@@ -120,7 +120,8 @@ TEST_P(Sequence, NormsSumTheirParametersGradients) {
   });
 }
 
-// Only the forward: this test backend has no reduce for the gradient. The Python tests cover it.
+// Only the forward: this test backend has no reduce for the gradient. The Python tests cover the
+// backward.
 TEST_P(Sequence, ShardedLinearGivesTheFullResult) {
   const auto weight = random({7, 5});
   const auto bias = random({7});

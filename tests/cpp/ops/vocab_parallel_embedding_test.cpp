@@ -38,7 +38,7 @@ TEST_P(VocabParallelEmbedding, EqualsTheUnshardedTable) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, VocabParallelEmbedding, ::testing::Values(1, 2, 3, 4));
 
-TEST(VocabParallelEmbeddingErrors, OneSentenceBeforeAnyCommunication) {
+TEST(VocabParallelEmbeddingErrors, AreOneSentenceBeforeAnyCommunication) {
   run_ranks(2, [](RankContext& ctx) {
     const auto rows = at::ones({3, 2});
     const auto error = [&](const at::Tensor& ids, int64_t start = 0) {

@@ -16,8 +16,9 @@ using enum MemoryCategory;
 
 constexpr int64_t kRows = 8;
 constexpr int64_t kWidth = 8192;
-constexpr int64_t kWeight = kWidth * kWidth * 4;  // bytes of one of the three
+constexpr int64_t kWeight = kWidth * kWidth * 4;  // bytes of one of the three weights
 
+// Lightning's documented FeedForward(8192, 8192).
 TrainingSpec documented(int64_t num_ranks) {
   return {.model = FeedForwardModel{.dim = kWidth, .hidden_dim = kWidth},
           .mesh = Mesh({{"tensor_parallel", num_ranks}}),
@@ -63,7 +64,7 @@ int64_t peak(const TrainingSpec& spec, int64_t rank = 0) {
   return most;
 }
 
-TEST(MemoryModel, StateOfTheDocumentedFeedForward) {
+TEST(MemoryModel, FeedForwardStateIsDividedByTheNumberOfRanks) {
   for (const int64_t n : {1, 2, 4, 8}) {
     const MemoryUsage step = phase(documented(n), "step");
     EXPECT_EQ(step[kParameters], 3 * kWeight / n);
@@ -74,11 +75,11 @@ TEST(MemoryModel, StateOfTheDocumentedFeedForward) {
   }
 }
 
-TEST(MemoryModel, OptionsThatSaveMemory) {
+TEST(MemoryModel, OptimizerAndStartUpOptionsChangeThePeak) {
   TrainingSpec spec = documented(2);
   const int64_t by_default = peak(spec);
   spec.has_fused_optimizer = false;
-  // The loop over parameters: two temporaries of one parameter, and one left of the previous one.
+  // The loop over parameters: two temporaries of one parameter, and one of the previous parameter.
   EXPECT_EQ(phase(spec, "step")[kScratch], 3 * kWeight / 2);
   spec.has_fused_optimizer = true;
   spec.steps_in_backward = true;
@@ -87,7 +88,8 @@ TEST(MemoryModel, OptionsThatSaveMemory) {
   const int64_t without_rows = peak(spec);
   spec.steps_by_rows = true;
   EXPECT_EQ(phase(spec, "backward")[kGradients], 0);
-  // Only some rows of a weight's gradient, and of the expanded gradient of y only their columns.
+  // At a time, only kNumRows rows of a weight's gradient exist, and as many columns of the expanded
+  // gradient of y.
   constexpr int64_t kNumRows = (1 << 20) / (4096 * 4);
   EXPECT_EQ(without_rows - peak(spec), (8192 - kNumRows) * (4096 + 8) * 4);
   spec.device = DeviceKind::kCuda;
@@ -97,7 +99,7 @@ TEST(MemoryModel, OptionsThatSaveMemory) {
   EXPECT_EQ(phase(spec, "init")[kParameters], 3 * kWeight + kWeight / 2);
 }
 
-TEST(MemoryModel, SavedActivationsOfAnMlp) {
+TEST(MemoryModel, RecomputeSavesTheInputOfAnMlpOnly) {
   for (const bool recompute : {false, true}) {
     TrainingSpec spec{.model = FeedForwardModel{.dim = 1024, .hidden_dim = 4096},
                       .mesh = Mesh({{"tensor_parallel", 4}}),
@@ -109,7 +111,7 @@ TEST(MemoryModel, SavedActivationsOfAnMlp) {
   }
 }
 
-TEST(MemoryModel, UnevenShardsAreThoseOfEachRank) {
+TEST(MemoryModel, UnevenShardsGiveRanksDifferentPredictions) {
   TrainingSpec spec{.model = FeedForwardModel{.dim = 4, .hidden_dim = 5, .has_bias = true},
                     .mesh = Mesh({{"tensor_parallel", 4}}),
                     .plan = {}};
@@ -125,7 +127,7 @@ TEST(MemoryModel, UnevenShardsAreThoseOfEachRank) {
   EXPECT_EQ(ranks, (std::vector<std::pair<int64_t, int64_t>>{{0, 2}, {2, 1}, {3, 1}}));
 }
 
-TEST(MemoryModel, MixedPrecisionAdamTakesTwentyBytesAParameter) {
+TEST(MemoryModel, MixedPrecisionAdamNeedsTwentyBytesPerParameter) {
   TrainingSpec spec{.model = llama_70b(), .mesh = Mesh(), .plan = {}};
   spec.precision = Precision::kHalfMixed;
   EXPECT_EQ(parameter_cost(spec).num_elements, 70'553'706'496);
@@ -156,7 +158,8 @@ TEST(MemoryModel, CheckpointedBlocksSaveTheirInputs) {
   spec.checkpointing = Checkpointing::kFull;
   const int64_t full = phase(spec, "backward")[kSavedActivations];
   std::get<DecoderModel>(spec.model).num_layers += 2;
-  // The backward's peak is in the last block, when all inputs are held.
+  // The backward's peak is in the last block, when all inputs are held. Each checkpoint also saves
+  // the 5056 bytes of the CPU generator's state.
   const int64_t more = phase(spec, "backward")[kSavedActivations] - full;
   EXPECT_EQ(more, 2 * (4096 * 64 * 4 + 5056));
   const int64_t selective = [&] {
@@ -169,7 +172,7 @@ TEST(MemoryModel, CheckpointedBlocksSaveTheirInputs) {
   EXPECT_LT(5 * selective, 4 * phase(spec, "backward")[kSavedActivations]);
 }
 
-TEST(MemoryModel, TiedWeightsAreOne) {
+TEST(MemoryModel, TiedWeightsCountOnce) {
   TrainingSpec spec{.model = small_decoder(), .mesh = Mesh(), .plan = {}, .tokens = 16};
   const int64_t untied = parameter_cost(spec).num_elements;
   std::get<DecoderModel>(spec.model).is_tied = true;
@@ -177,7 +180,7 @@ TEST(MemoryModel, TiedWeightsAreOne) {
   EXPECT_EQ(phase(spec, "init")[kParameters], parameter_cost(spec).num_elements * 4);
 }
 
-TEST(MemoryModel, ModuleNamesAreThoseThatPlansMatch) {
+TEST(MemoryModel, PlansMatchTheModuleNames) {
   TrainingSpec spec{.model = small_decoder(),
                     .mesh = Mesh({{"tensor_parallel", 2}}),
                     .plan = Plan({{"model.layers.*.mlp", Style::kColumnRowMlp, {}}})};
@@ -203,7 +206,7 @@ TEST(MemoryModel, ReplicatedParametersAreNotCopiedAtStartUp) {
   EXPECT_EQ(phase(spec, "init")[kParameters], parameter_cost(spec).num_elements * 4);
 }
 
-TEST(MemoryModelErrors, Sentences) {
+TEST(MemoryModelErrors, NameTheInputAndTheRemedy) {
   TrainingSpec spec{.model = small_decoder(), .mesh = Mesh({{"tensor_parallel", 8}}), .plan = {}};
   EXPECT_EQ(error_of([&] { return predict_memory(spec, 0).size(); }),
             "model.layers.0.self_attn.k_proj: num_kv_heads = 4 heads do not divide over 8 "

@@ -65,7 +65,7 @@ TEST(Mesh, LastAxisVariesFastest) {
             (std::vector<std::vector<int64_t>>{{0, 4}, {1, 5}, {2, 6}, {3, 7}}));
 }
 
-TEST(Mesh, MiddleAxisGroups) {
+TEST(Mesh, GroupsOfAMiddleAxisSkipTheLastAxis) {
   const Mesh mesh = Mesh::parse("pipeline_parallel=2,data_parallel=2,tensor_parallel=2");
   EXPECT_EQ(mesh.groups("data_parallel"),
             (std::vector<std::vector<int64_t>>{{0, 2}, {1, 3}, {4, 6}, {5, 7}}));
@@ -136,7 +136,7 @@ TEST(MeshProperties, ParseReadsWhatToStringPrints) {
   EXPECT_EQ(distinct.size(), small_meshes().size());
 }
 
-TEST(Mesh, OrderOfAxesCounts) {
+TEST(Mesh, MeshesWithAnotherOrderOfAxesDiffer) {
   EXPECT_NE(Mesh::parse("data_parallel=2,tensor_parallel=2"),
             Mesh::parse("tensor_parallel=2,data_parallel=2"));
 }
@@ -146,7 +146,7 @@ TEST(Mesh, ParseAllowsBlanks) {
             "data_parallel=2,tensor_parallel=4");
 }
 
-TEST(MeshErrors, Names) {
+TEST(MeshErrors, UnknownAndRepeatedAxes) {
   EXPECT_EQ(error_of([] {
               return Mesh({{"tensor_paralel", 2}});
             }),
@@ -158,7 +158,7 @@ TEST(MeshErrors, Names) {
             "mesh: axis 'data_parallel' is given twice; give each axis once");
 }
 
-TEST(MeshErrors, Sizes) {
+TEST(MeshErrors, SizesOutOfRange) {
   EXPECT_EQ(error_of([] {
               return Mesh({{"tensor_parallel", 0}});
             }),
@@ -171,7 +171,7 @@ TEST(MeshErrors, Sizes) {
   EXPECT_EQ(Mesh({{"tensor_parallel", Mesh::kMaxSize}}).size(), Mesh::kMaxSize);
 }
 
-TEST(MeshErrors, Text) {
+TEST(MeshErrors, TextThatIsNotAxisSizePairs) {
   const std::string remedy = "; write axis=size pairs such as 'data_parallel=2,tensor_parallel=4'";
   EXPECT_EQ(error_of([] { return Mesh::parse("tensor_parallel"); }),
             "mesh: cannot read 'tensor_parallel' in 'tensor_parallel'" + remedy);
@@ -219,7 +219,7 @@ std::string world_size_error(const std::string& mesh, int64_t world_size) {
   });
 }
 
-TEST(MeshWorldSize, TheProductFits) {
+TEST(MeshWorldSize, TheProductOfTheSizesIsAccepted) {
   for (const Mesh& mesh : small_meshes()) {
     ASSERT_NO_THROW(mesh.check_world_size(mesh.size()));
   }

@@ -10,7 +10,7 @@
 namespace weft::strategy {
 namespace {
 
-TEST(Matches, Names) {
+TEST(Matches, NamesMatchOnlyThemselves) {
   EXPECT_TRUE(matches("layers.0.wq", "layers.0.wq"));
   EXPECT_FALSE(matches("layers.0.wq", "layers.0.wk"));
   EXPECT_FALSE(matches("layers.0", "layers.0.wq"));
@@ -26,7 +26,7 @@ TEST(Matches, StarIsExactlyOneLevel) {
   EXPECT_FALSE(matches("*", "a.b"));
 }
 
-TEST(Matches, StarWithinALevel) {
+TEST(Matches, StarMatchesWithinALevel) {
   EXPECT_TRUE(matches("h*", "h"));
   EXPECT_TRUE(matches("h*", "h12"));
   EXPECT_FALSE(matches("h*", "h.12"));
@@ -90,7 +90,7 @@ TEST(Matches, AgreesWithTheDefinitionOnAllShortTexts) {
   EXPECT_GT(num_matches, 1000);
 }
 
-TEST(Matches, ManyStarsTakeNoExponentialTime) {
+TEST(Matches, ManyStarsDoNotNeedExponentialTime) {
   std::string pattern;
   for (int i = 0; i < 1000; ++i) {
     pattern += "a*";
@@ -105,7 +105,7 @@ std::string pattern_error(std::string_view pattern) {
   });
 }
 
-TEST(CheckPattern, Errors) {
+TEST(CheckPattern, RejectsEmptyLevelsDoubleStarsAndControlCharacters) {
   for (const std::string pattern : {"a..b", ".a", "a.", "."}) {
     const std::string expected =
         "pattern '" + pattern + "': a level between dots is empty; write a name or '*' there";

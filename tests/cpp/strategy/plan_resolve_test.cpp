@@ -10,7 +10,8 @@ namespace {
 
 using Names = std::vector<std::string>;
 
-// As torch's named_modules() lists them: the model itself first, parents before their children.
+// Returns names in the order of torch's named_modules(): the model itself first, parents before
+// their children.
 Names llama_modules(int num_layers) {
   Names names = {"", "tok_embeddings", "layers"};
   for (int i = 0; i < num_layers; ++i) {
@@ -36,7 +37,7 @@ std::string resolve_error(const Plan& plan, const Names& names) {
   return error_of([&] { return plan.resolve(names); });
 }
 
-TEST(PlanResolve, RulesThatAgreeCountAsTheOneThatNamesAnOption) {
+TEST(Resolve, RulesThatAgreeGiveTheRuleWithAnOption) {
   const Plan plan({{"*", Style::kColumnRowMlp, {}}, {"a", Style::kColumnRowMlp, {}, true}});
   const std::vector<std::string> names = {"a", "b"};
   EXPECT_EQ(plan.resolve(names),
@@ -58,7 +59,7 @@ TEST(Resolve, GivesEveryMatchedModuleItsRuleInModuleOrder) {
                                      {"output", output}}));
 }
 
-TEST(Resolve, TheModelItself) {
+TEST(Resolve, TheEmptyPatternMatchesTheModelItself) {
   const Rule rule = {"", Style::kColumnRowMlp, {}};
   EXPECT_EQ(Plan({rule}).resolve(Names{"", "w1", "w2"}), (std::vector<Assignment>{{"", rule}}));
   EXPECT_EQ(
@@ -71,7 +72,7 @@ TEST(Resolve, NoRulesGiveNothing) {
   EXPECT_TRUE(Plan().resolve(Names{}).empty());
 }
 
-TEST(Resolve, RulesOfOneStyleCountAsOneAndHeadsAreKept) {
+TEST(Resolve, RulesOfOneStyleAgreeAndTheRuleWithHeadsWins) {
   const Rule all = {"layers.*.attention.w*", Style::kColumn, {}};
   const Rule wq = {"layers.1.attention.wq", Style::kColumn, "n_heads"};
   for (const Plan& plan : {Plan({all, wq}), Plan({wq, all})}) {
@@ -91,7 +92,7 @@ TEST(Resolve, AnMlpBelowAnMlpBelongsToTheUpperOne) {
             (std::vector<Assignment>{{"layers.0.feed_forward", upper}}));
 }
 
-TEST(Resolve, OwnersDoNotReachTheirNeighbours) {
+TEST(Resolve, OwnersDoNotOwnModulesWhoseNamesOnlyBeginAlike) {
   const Plan plan({{"mlp", Style::kColumnRowMlp, {}}, {"mlp2.w1", Style::kRow, {}}});
   EXPECT_EQ(plan.resolve(Names{"", "mlp", "mlp.w1", "mlp2", "mlp2.w1"}).size(), 2U);
 }
@@ -226,9 +227,9 @@ TEST(ResolveProperties, AgreesWithMatchingEveryPairOfRuleAndModule) {
   EXPECT_GT(expected.size(), 20U);
 }
 
-// The limit is far above the ten or twenty milliseconds that this takes, and far below the time of
-// a quadratic algorithm or of matching by backtracking.
-TEST(ResolveSpeed, TenThousandModulesAndFiftyRules) {
+// The limit is far above the usual 10 to 20 ms, and far below the time of a quadratic algorithm or
+// of matching by backtracking.
+TEST(ResolveSpeed, TenThousandModulesAndFiftyRulesNeedLessThanASecond) {
   const Names names = llama_modules(1000);
   std::vector<Rule> rules;
   for (int i = 0; i < 10; ++i) {

@@ -85,7 +85,7 @@ TEST(Plan, PrintsOneRuleALine) {
   EXPECT_EQ(Plan::parse(plan.to_string()), plan);
 }
 
-TEST(Plan, WithoutRules) {
+TEST(Plan, WithoutRulesPrintsAndParses) {
   EXPECT_EQ(Plan().to_string(), "{}");
   EXPECT_EQ(Plan().to_json(), "{}");
   EXPECT_EQ(Plan::parse("{}"), Plan());
@@ -163,7 +163,7 @@ TEST(PlanProperties, ParseReadsWhatToStringPrints) {
   EXPECT_GT(distinct.size(), 1000U);
 }
 
-TEST(Plan, OrderStyleAndOptionsCount) {
+TEST(Plan, PlansWithAnotherOrderStyleOrOptionDiffer) {
   const Plan plan({{"a", Style::kRow, {}}, {"b", Style::kRow, {}}});
   EXPECT_NE(plan, Plan({{"b", Style::kRow, {}}, {"a", Style::kRow, {}}}));
   EXPECT_NE(plan, Plan({{"a", Style::kRow, {}}, {"b", Style::kColumn, {}}}));
@@ -187,7 +187,7 @@ TEST(PlanErrors, OnePatternWithTwoValues) {
             "of the two rules");
 }
 
-TEST(PlanErrors, Heads) {
+TEST(PlanErrors, HeadsOfAnotherStyleOrWithoutAnAttributeName) {
   EXPECT_EQ(
       error_of([] {
         return Plan({{"a", Style::kReplicate, "h"}});
@@ -204,7 +204,7 @@ TEST(PlanErrors, Heads) {
   }
 }
 
-TEST(PlanErrors, Recompute) {
+TEST(PlanErrors, RecomputeOfAnotherStyle) {
   EXPECT_EQ(error_of([] {
               return Plan({{"a", Style::kRow, {}, true}});
             }),
@@ -217,7 +217,7 @@ TEST(PlanErrors, Recompute) {
             "with recompute; keep one of the two rules");
 }
 
-TEST(PlanErrors, Options) {
+TEST(PlanErrors, OptionsThatAStyleDoesNotSupport) {
   const auto check = [](const std::string& value, const std::string& expected) {
     EXPECT_EQ(error_of([&] { return Plan::parse("a: " + value); }), expected);
   };
@@ -242,14 +242,14 @@ TEST(PlanErrors, Options) {
             "offload, precision 'bfloat16'; keep one of the two rules");
 }
 
-TEST(PlanErrors, Patterns) {
+TEST(PlanErrors, InvalidPatterns) {
   EXPECT_EQ(error_of([] {
               return Plan({{"a..b", Style::kRow, {}}});
             }),
             "pattern 'a..b': a level between dots is empty; write a name or '*' there");
 }
 
-TEST(PlanErrors, Text) {
+TEST(PlanErrors, TextThatIsNoRule) {
   const auto check = [](const std::string& line, const std::string& problem) {
     EXPECT_EQ(error_of([&] { return Plan::parse("# first\n" + line); }),
               "plan, line 2: " + problem + " in '" + line +

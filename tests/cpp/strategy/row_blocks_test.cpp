@@ -18,7 +18,7 @@ TEST(RowBlocks, HaveOneMebibyteOnTheCpu) {
   EXPECT_EQ(rows_per_block(DeviceKind::kCpu, 5, 2 * kMiB), 1);
 }
 
-TEST(RowBlocks, OfAnEmptyShardHaveOneRow) {
+TEST(RowBlocks, HaveAtLeastOneRow) {
   for (const auto device : {DeviceKind::kCpu, DeviceKind::kCuda}) {
     EXPECT_EQ(rows_per_block(device, 0, 4096), 1);
     EXPECT_EQ(rows_per_block(device, 3, 0), 3);

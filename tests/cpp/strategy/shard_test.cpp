@@ -55,7 +55,7 @@ TEST(ShardRange, LargestSizesDoNotOverflow) {
   EXPECT_EQ(shard_range(kMax, kMax - 1, kMax - 2), (ShardRange{kMax, 0}));
 }
 
-TEST(ShardRange, Errors) {
+TEST(ShardRange, RejectsSizesAndRanksOutOfRange) {
   const std::string remedy =
       "; give a size of at least 0, at least 1 rank and a rank below their number";
   EXPECT_EQ(error_of([] { return shard_range(5, 2, 2); }),
@@ -83,7 +83,7 @@ TEST(CheckHeads, DivisibleCountsPass) {
   }
 }
 
-TEST(CheckHeads, Errors) {
+TEST(CheckHeads, NamesTheModuleAndTheCounts) {
   EXPECT_EQ(heads_error("layers.0.attention.wq", 6, 4),
             "layers.0.attention.wq: n_heads = 6 heads do not divide over 4 tensor-parallel ranks; "
             "use a tensor-parallel size that divides 6 or style 'replicate'");

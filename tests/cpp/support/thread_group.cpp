@@ -129,7 +129,7 @@ bool ThreadWork::wait(std::chrono::milliseconds timeout) {
       return true;
     }
   }
-  // Without this work's lock, as missing() takes the group's, which comes first.
+  // This work's mutex is unlocked here: missing() locks the group's, which comes first.
   TORCH_CHECK(false,
               title_,
               ": not complete after ",
@@ -339,12 +339,12 @@ void ThreadGroup::leave(int group_rank, const std::string& reason) {
   for (auto& [key, channel] : channels_) {
     // The rank's own sends and receives stay, as a peer can still match them.
     const auto& [from, to, tag] = key;
-    auto& widowed = from == group_rank ? channel.recvs : channel.sends;
+    auto& unmatched = from == group_rank ? channel.recvs : channel.sends;
     if (from == group_rank || to == group_rank) {
-      for (const Message& message : widowed) {
+      for (const Message& message : unmatched) {
         fail(*message.work, message.work->title() + why);
       }
-      widowed.clear();
+      unmatched.clear();
     }
   }
 }

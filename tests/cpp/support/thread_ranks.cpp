@@ -293,13 +293,13 @@ void ThreadBackend::check_reduction(Collective collective,
               getRank(),
               ": reduce op ",
               static_cast<int>(reduce_op),
-              " is not known to this backend; use sum, avg, product, min or max");
+              " is not supported by this backend; use sum, avg, product, min or max");
   TORCH_CHECK(tensor.is_floating_point() ||
                   (reduce_op != c10d::ReduceOp::AVG && tensor.scalar_type() == at::kLong),
               to_string(collective),
               " on rank ",
               getRank(),
-              ": cannot take the ",
+              ": cannot compute the ",
               to_string(reduce_op),
               " of ",
               tensor.scalar_type(),
@@ -308,7 +308,7 @@ void ThreadBackend::check_reduction(Collective collective,
 
 namespace {
 
-// Gives each thread its own registry of group names, while it exists.
+// For its lifetime, each thread has its own registry of group names.
 class IsolationMode {
  public:
   IsolationMode() { c10d::set_thread_isolation_mode(true); }

@@ -58,9 +58,9 @@ constexpr unsigned kMaxThreads = 1024;
 constexpr unsigned kMaxGridYZ = 65535;
 constexpr unsigned kMaxGridX = 2147483647;
 constexpr unsigned kMaxBlockZ = 64;
-constexpr std::size_t kSharedBytesOfAll = 48 * 1024;
+constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
 constexpr std::size_t kStackBytes = 64 * 1024;
-constexpr std::size_t kFirstFrameBytes = 1024;  // more than main_of_fibre() takes
+constexpr std::size_t kFirstFrameBytes = 1024;  // more than main_of_fibre() needs
 constexpr std::size_t kLargestValue = 16;       // of a shuffle, in bytes
 constexpr int kPoison = 0xFF;
 
@@ -71,8 +71,8 @@ struct Fibre {
   StackPoint point;
   State state = State::kReady;
   Dims thread_idx;
-  // A lane may go on to its next shuffle before others have read its value of this one, but not
-  // to the one after that: two slots suffice.
+  // A lane may reach its next shuffle before others have read its value of this one, but not the
+  // shuffle after the next: two slots suffice.
   unsigned num_shuffles = 0;
   std::array<std::array<std::byte, kLargestValue>, 2> slots;
 #if defined(__SANITIZE_ADDRESS__)
@@ -91,7 +91,7 @@ class Grid {
  public:
   Grid(const Launch& launch, const std::function<void()>& thread)
       : thread_(thread), fibres_(launch.block_size.x * launch.block_size.y * launch.block_size.z) {
-    // Kept, because making them takes longer than many launches.
+    // Reused, because allocating the stacks takes longer than many launches.
     static std::unique_ptr<char[]> stacks;  // NOLINT
     static std::size_t num_stacks = 0;      // NOLINT
     if (num_stacks < fibres_.size()) {
@@ -99,7 +99,7 @@ class Grid {
       stacks.reset(new char[num_stacks * kStackBytes]);  // NOLINT: not set to zero
     }
     stacks_ = stacks.get();
-    // Exactly that size, so that the address sanitizer finds accesses beyond it.
+    // Of exactly the launch's size, so that the address sanitizer finds accesses beyond it.
     shared_ = std::make_unique<char[]>(launch.shared_bytes);
     shared_bytes_ = launch.shared_bytes;
     indices.block_size = launch.block_size;
@@ -192,7 +192,8 @@ class Grid {
       if (num_waiting == 0) return;
       if (num_waiting != kWarpSize) {
         throw Error("block " + text_of(indices.block) + ", warp " + std::to_string(warp) + ": " +
-                    std::to_string(num_waiting) + " of 32 lanes reached a shuffle of all");
+                    std::to_string(num_waiting) +
+                    " of 32 lanes reached a shuffle that all must reach");
       }
       for (std::size_t i = begin; i < end; ++i) fibres_[i].state = State::kReady;
     }
@@ -205,7 +206,7 @@ class Grid {
                       [&](const Fibre& fibre) { return fibre.state == state; }));
   }
 
-  // Puts a permutation of the first numbers into another order, if the settings want a random one.
+  // Shuffles `order` if the settings want a random order.
   void arrange(std::vector<unsigned>& order) {
     if (settings().order == Order::kRandom) std::shuffle(order.begin(), order.end(), random_);
   }
@@ -233,7 +234,7 @@ class Grid {
 #endif
     if (!failure_.empty()) {
 #if defined(__SANITIZE_ADDRESS__)
-      // The frames of abandoned fibres must not look in use to the next launch.
+      // To the next launch, the frames of abandoned fibres must not look as if they were in use.
       __asan_unpoison_memory_region(stacks_, fibres_.size() * kStackBytes);
 #endif
       throw Error(failure_);
@@ -293,21 +294,22 @@ void check(const Launch& launch) {
   const uint64_t num_threads =
       uint64_t{launch.block_size.x} * launch.block_size.y * launch.block_size.z;
   if (is_zero(launch.block_size) || num_threads > kMaxThreads || launch.block_size.z > kMaxBlockZ) {
-    throw Error("a launch has blocks of " + text_of(launch.block_size) + " threads, of 1 to 1024");
+    throw Error("a launch has blocks of " + text_of(launch.block_size) +
+                " threads; a block has 1 to 1024");
   }
   if (is_zero(launch.grid_size) || launch.grid_size.x > kMaxGridX ||
       launch.grid_size.y > kMaxGridYZ || launch.grid_size.z > kMaxGridYZ) {
     throw Error("a launch has a grid of " + text_of(launch.grid_size) +
-                " blocks, of 1 to 2147483647 x 65535 x 65535");
+                " blocks; a grid has 1 x 1 x 1 to 2147483647 x 65535 x 65535");
   }
   const auto own = allowed_shared_bytes().find(launch.kernel);
   const std::size_t allowed =
       own == allowed_shared_bytes().end()
-          ? kSharedBytesOfAll
-          : std::max(kSharedBytesOfAll, static_cast<std::size_t>(own->second));
+          ? kDefaultSharedBytes
+          : std::max(kDefaultSharedBytes, static_cast<std::size_t>(own->second));
   if (launch.shared_bytes > allowed) {
-    throw Error("a launch asks for " + std::to_string(launch.shared_bytes) +
-                " bytes of dynamic shared memory, of " + std::to_string(allowed));
+    throw Error("a launch has " + std::to_string(launch.shared_bytes) +
+                " bytes of dynamic shared memory; the kernel may use " + std::to_string(allowed));
   }
 }
 
@@ -338,7 +340,7 @@ void allow_shared_bytes(const void* kernel, int num_bytes) {
   const Device& device = settings().device;
   if (num_bytes < 0 || num_bytes > device.shared_bytes_per_block) {
     throw Error("a kernel is allowed " + std::to_string(num_bytes) +
-                " bytes of dynamic shared memory, and " + device.name + " has " +
+                " bytes of dynamic shared memory, but " + device.name + " has only " +
                 std::to_string(device.shared_bytes_per_block));
   }
   allowed_shared_bytes()[kernel] = num_bytes;

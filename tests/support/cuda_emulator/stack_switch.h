@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
-// Switches between stacks within a thread: a few nanoseconds on x86-64. Elsewhere it is
-// swapcontext, which makes two system calls.
+// Switches between stacks within a thread, in a few nanoseconds on x86-64. Elsewhere, swapcontext
+// makes a system call for each switch.
 namespace weft::cuda_emulator {
 
 #if defined(__x86_64__)
@@ -22,7 +22,7 @@ struct StackPoint {
   void* pointer = nullptr;
 };
 
-// Makes `point` a call of `main`, which must not return, on an empty stack.
+// Sets `point` so that switching to it calls `main` on an empty stack. `main` must not return.
 inline void start_on_stack(StackPoint& point, char* stack, std::size_t num_bytes, void (*main)()) {
   // weft_switch_stack pops six registers, and then the return address. A function begins with a
   // stack pointer that is 8 bytes beyond a multiple of 16.

@@ -24,7 +24,7 @@ TEST(Generate, EveryScheduleIsComplete) {
   EXPECT_EQ(num_schedules, 64 * (4 * 50 + 2 * 16));
 }
 
-TEST(Generate, KnownLists) {
+TEST(Generate, SmallSchedulesMatchKnownLists) {
   EXPECT_EQ(make(ScheduleKind::kNaive, 2, 2).to_string(), "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n");
   EXPECT_EQ(make(ScheduleKind::kGpipe, 2, 3).to_string(),
             "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n");

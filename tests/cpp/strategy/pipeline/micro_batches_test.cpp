@@ -16,7 +16,7 @@ namespace {
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-TEST(DealSamples, ByShares) {
+TEST(DealSamples, SplitsABatchByShares) {
   const auto deal = [](int64_t size, std::vector<double> shares) {
     return deal_samples(size, shares);
   };

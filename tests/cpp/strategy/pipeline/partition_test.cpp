@@ -25,7 +25,7 @@ std::vector<LayerCost> with_times(const std::vector<double>& times) {
   return layers;
 }
 
-TEST(Partition, MakesTheSlowestStageFast) {
+TEST(Partition, MinimizesTheTimeOfTheSlowestStage) {
   const auto layers = with_times({1, 1, 1, 1, 4, 1, 1});
   const Partition result = partition(layers, {.num_stages = 3});
   EXPECT_THAT(result.begins, ElementsAre(0, 4, 5));
@@ -35,14 +35,15 @@ TEST(Partition, MakesTheSlowestStageFast) {
 }
 
 TEST(Partition, BalancesTheOtherStagesToo) {
-  // The last layer takes 6, so other cuts are as fast; the other stages are balanced, too.
+  // The last layer alone takes 6, so several partitions have the same slowest stage; the chosen one
+  // balances the other stages.
   EXPECT_THAT(partition(with_times({2, 2, 2, 2, 6}), {.num_stages = 3}).begins,
               ElementsAre(0, 2, 4));
 }
 
 TEST(Partition, RespectsTheLimitWithMicroBatchesInFlight) {
   const std::vector<LayerCost> layers(4, {.time = 1, .activation_bytes = 10, .parameter_bytes = 5});
-  // 1F1B keeps two micro-batches on the first of two stages, one on the second.
+  // With 1F1B, two micro-batches are in flight on the first of two stages, one on the second.
   const PartitionOptions options{.num_stages = 2, .in_flight = {2, 1}};
   const Partition even = partition(layers, options);
   EXPECT_THAT(even.begins, ElementsAre(0, 2));
@@ -71,8 +72,8 @@ TEST(Partition, MemoryWeightTradesTimeForMemory) {
   EXPECT_THAT(begins(1), ElementsAre(0, 3));
 }
 
-// Compares with a search over all cuts.
-TEST(Partition, IsTheBestOfAllCuts) {
+// `cuts` has a bit for each boundary between layers: whether a stage begins there.
+TEST(Partition, IsTheBestOfAllPartitions) {
   std::mt19937 random(11);
   std::uniform_int_distribution<int64_t> small(0, 9);
   for (int trial = 0; trial < 300; ++trial) {
@@ -121,7 +122,7 @@ TEST(Partition, IsTheBestOfAllCuts) {
   }
 }
 
-TEST(Partition, RejectsSumsThatCannotBeCounted) {
+TEST(Partition, RejectsSumsThatOverflow) {
   EXPECT_THAT(error_of([] {
                 partition(with_times({1e308, 1e308}), {});
               }),

@@ -59,7 +59,7 @@ TEST(AddCommunication, PutsReceivesWhereTheyAreNeeded) {
             "1RECV_F0,1F0,1RECV_F1,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n");
 }
 
-TEST(AddCommunication, StagesOfOneRankSendNothing) {
+TEST(AddCommunication, StagesOnOneRankSendNothingToEachOther) {
   const Schedule v = Schedule::parse("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n");
   EXPECT_EQ(add_communication(v, {.channel_capacity = 0, .prefetch = 0}).to_string(),
             "0F0,0SEND_F0,3RECV_F0,3F0,3B0,3SEND_B0,0RECV_B0,0B0\n"
@@ -117,7 +117,7 @@ TEST(AddCommunication, RejectsSchedulesWithCommunication) {
               HasSubstr("pass 0 or more for both"));
 }
 
-TEST(AddUnshards, NeverHoldsMoreThanAllowed) {
+TEST(AddUnshards, NeverHoldsMoreUnshardedStagesThanAllowed) {
   for_schedules(9, 11, [](const Schedule& schedule) {
     const Schedule lowered = add_communication(schedule);
     for (const int64_t max_unsharded : {1, 2, 3}) {
@@ -135,7 +135,7 @@ TEST(AddUnshards, NeverHoldsMoreThanAllowed) {
   });
 }
 
-TEST(AddUnshards, GathersTheNextStageEarly) {
+TEST(AddUnshards, UnshardsTheNextStageEarly) {
   const Schedule schedule = Schedule::parse("0F0,1F0,2F0,2B0,1B0,0B0\n");
   EXPECT_EQ(add_unshards(schedule, 1).to_string(),
             "0UNSHARD,0F0,0RESHARD,1UNSHARD,1F0,1RESHARD,2UNSHARD,2F0,2B0,2RESHARD,1UNSHARD,1B0,"
@@ -148,18 +148,19 @@ TEST(AddUnshards, GathersTheNextStageEarly) {
               HasSubstr("it has 0UNSHARD already"));
 }
 
-TEST(MergeBackwards, JoinsNeighboursAlone) {
+TEST(MergeBackwards, MergesOnlyAdjacentHalves) {
   const Schedule schedule = make(ScheduleKind::kZeroBubble, 2, 3);
   EXPECT_EQ(merge_backwards(schedule).to_string(),
             "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1I0,1F1,1I1,1W0,1F2,1I2,1W1,1W2\n");
-  // Merged, the previous stage on another rank would also wait for the weight half.
+  // If the halves were merged, the previous stage on another rank would also wait for the weight
+  // half.
   EXPECT_EQ(merge_backwards(make(ScheduleKind::kZeroBubble, 2, 1)).to_string(),
             "0F0,0B0\n1F0,1I0,1W0\n");
   EXPECT_EQ(merge_backwards(Schedule::parse("0F0,1F0,1I0,1W0,0I0,0W0\n")).to_string(),
             "0F0,1F0,1B0,0B0\n");
 }
 
-TEST(ForwardOnly, KeepsForwards) {
+TEST(ForwardOnly, KeepsOnlyForwards) {
   const Schedule schedule = make(ScheduleKind::kZeroBubble, 2, 2);
   const Schedule forwards = forward_only(schedule);
   EXPECT_EQ(forwards.to_string(), "0F0,0F1\n1F0,1F1\n");

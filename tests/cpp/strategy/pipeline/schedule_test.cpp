@@ -29,7 +29,7 @@ TEST(Action, PrintsAndParsesEveryKind) {
             (Action{.stage = 12, .micro_batch = 34, .kind = ActionKind::kSendForward}));
 }
 
-TEST(Action, RejectsOtherTexts) {
+TEST(Action, RejectsTextsThatAreNotActions) {
   for (const char* text : {"",
                            "F",
                            "1F",

@@ -15,8 +15,9 @@ inline Schedule make(ScheduleKind kind,
       {.num_ranks = ranks, .num_micro_batches = micro_batches, .stages_per_rank = stages_per_rank});
 }
 
-// Calls `attempt` with every kind of schedule for 1 to 16 stages on every number of ranks that
-// divides them, and 1 to 64 micro-batches, from `all_below` on in steps of `step`.
+// Calls `attempt` with every kind of schedule for 1 to 16 stages, on every number of ranks that
+// divides the stages, and with 1 to 64 micro-batches: every number below `all_below`, and then in
+// steps of `step`.
 template <typename Try>
 void for_schedules(int64_t all_below, int64_t step, Try attempt) {
   for (const ScheduleKind kind : all_schedule_kinds()) {

@@ -46,7 +46,7 @@ TEST(Simulate, EqualStagesFollowTheFormulas) {
 
 // Computed by hand: stage 0 waits for the gradient of the larger micro-batch from 7 to 10, and for
 // that of the last one until 14.
-TEST(Simulate, MicroBatchesOfOtherSizes) {
+TEST(Simulate, MicroBatchesMayHaveDifferentSizes) {
   std::vector<StageCost> costs;
   for (int stage = 0; stage < 2; ++stage) {
     for (const int size : {1, 2, 1}) {
@@ -84,7 +84,8 @@ TEST(Simulate, InterleavedStagesFollowTheFormula) {
   }
 }
 
-// 1F1B is idle for p - 1 times forward + backward; the split reduces that to p - 1 times F + I - W.
+// On p ranks 1F1B is idle for p - 1 times (forward + backward); splitting the backward into an
+// input half and a weight half reduces that to p - 1 times (forward + input half - weight half).
 TEST(Simulate, ZeroBubbleFollowsTheFormula) {
   for (int64_t p = 1; p <= 8; ++p) {
     for (int64_t m = p; m <= 2 * p + 3; ++m) {
@@ -124,7 +125,7 @@ TEST(Simulate, CommunicationChangesNoTimes) {
   }
 }
 
-TEST(Simulate, CountsBytes) {
+TEST(Simulate, PeakBytesCountActivationsInFlight) {
   const std::vector<StageCost> costs = {{.activation_bytes = 10, .parameter_bytes = 1000},
                                         {.activation_bytes = 20, .parameter_bytes = 2000},
                                         {.activation_bytes = 30, .parameter_bytes = 3000},
@@ -156,7 +157,7 @@ TEST(Simulate, RejectsMismatchedCosts) {
               HasSubstr("add up to more than can be counted"));
 }
 
-TEST(Simulate, ThousandStagesAndFourThousandMicroBatches) {
+TEST(Simulate, LargeSchedulesFollowTheFormula) {
   const Schedule schedule = make(ScheduleKind::kOneForwardOneBackward, 1024, 4096);
   const Simulation result = run(schedule);
   EXPECT_NEAR(result.bubble_fraction, 1023.0 / (4096 + 1023), 1e-9);

@@ -29,7 +29,7 @@ const TunePoint& find(const std::vector<TunePoint>& points, ScheduleKind kind, i
   });
 }
 
-TEST(Tune, MoreMicroBatchesUntilTheirFixedTimeCosts) {
+TEST(Tune, BalancesTheBubbleAndTheFixedTimePerMicroBatch) {
   const std::vector<TunePoint> points = tune(stages(4, 0.25),
                                              {.batch_size = 32,
                                               .num_ranks = 4,
@@ -57,12 +57,12 @@ TEST(Tune, PrefersPointsThatFit) {
   EXPECT_TRUE(points.front().fits);
   EXPECT_FALSE(find(points, ScheduleKind::kGpipe, 8).fits);
   EXPECT_FALSE(points.back().fits);
-  // As fast as GPipe with fewer bytes.
+  // 1F1B is as fast as GPipe and needs fewer bytes.
   const auto at = [&](ScheduleKind kind) { return &find(points, kind, 4) - points.data(); };
   EXPECT_LT(at(ScheduleKind::kOneForwardOneBackward), at(ScheduleKind::kGpipe));
 }
 
-TEST(Tune, AcceptsABatchThatDoesNotDivide) {
+TEST(Tune, AcceptsABatchSizeThatIsNotDivisible) {
   // Seven samples are split into micro-batches of 2, 2, 2 and 1.
   const std::vector<TunePoint> points = tune(
       stages(1, 0), {.batch_size = 7, .kinds = {ScheduleKind::kGpipe}, .micro_batch_counts = {4}});
@@ -70,7 +70,7 @@ TEST(Tune, AcceptsABatchThatDoesNotDivide) {
   EXPECT_NEAR(points[0].makespan, 7 * 3, 1e-9);
 }
 
-TEST(Tune, SmallerMicroBatchesAtTheEnds) {
+TEST(Tune, TapersMicroBatchesWhereThatIsFaster) {
   const auto measured = stages(2, 0.25);
   const TuneOptions options{.batch_size = 32,
                             .num_ranks = 2,
@@ -97,7 +97,7 @@ TEST(Tune, SmallerMicroBatchesAtTheEnds) {
   StageProfile fixed;
   fixed.forward = fixed.backward_input = fixed.backward_weight = LinearTime{.fixed = 1.0 / 3};
   EXPECT_EQ(tune(std::vector(2, fixed), options).size(), 2U);
-  // Nor do they, except for rounding, for one micro-batch at a time or one rank.
+  // Sizes change times only by rounding if one micro-batch runs at a time, or on one rank.
   StageProfile odd;
   odd.forward = LinearTime{.fixed = 0.003, .per_sample = 0.0017};
   odd.backward_input = odd.backward_weight = odd.forward;
@@ -129,7 +129,7 @@ TEST(Tune, DoesNotGoBelowTheSmallestMeasuredSize) {
             8);
 }
 
-TEST(Tune, SeveralStagesARank) {
+TEST(Tune, SeveralStagesPerRankMayBeInterleaved) {
   const std::vector<TunePoint> points =
       tune(stages(4, 0), {.batch_size = 8, .num_ranks = 2, .micro_batch_counts = {4}});
   ASSERT_EQ(points.size(), 3U);

@@ -9,7 +9,7 @@
 #include <utility>
 
 // Stands in for CUDA's header of this name: the part of the language and of the runtime that
-// kernels/cuda uses, on the emulator. Force it into every file that nvcc would compile.
+// kernels/cuda uses, on the emulator. Include it (-include) in every file that nvcc would compile.
 
 #define __global__
 #define __device__
@@ -36,7 +36,7 @@ Value __shfl_xor_sync(unsigned mask, Value value, int lane_mask) {
   return result;
 }
 
-// In double, as CUDA's is accurate where the rounding of the argument would matter.
+// In double, because CUDA's normcdff is accurate where the rounding of -x / sqrt(2) would matter.
 inline float normcdff(float x) {
   return static_cast<float>(0.5 * erfc(-static_cast<double>(x) * 0.70710678118654752440));
 }
