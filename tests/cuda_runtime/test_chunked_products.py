@@ -18,7 +18,7 @@ NUM_CHUNKS = 2  # a shard of 8 rows in chunks of 4
 
 
 class Products:
-    """Counts the matrix products of this process between two calls of `take`."""
+    """Counts the matrix products of this process."""
 
     def __init__(self) -> None:
         self._before = self._count()
@@ -30,7 +30,8 @@ class Products:
 
         return {name: count(name) for name in ("mm", "addmm", "bmm", "baddbmm")}
 
-    def take(self) -> dict[str, int]:
+    def since_last_call(self) -> dict[str, int]:
+        """Return the number of products by operator since the last call, or since this object was made."""
         before, self._before = self._before, self._count()
         return {name: count - before[name] for name, count in self._before.items() if count != before[name]}
 
@@ -59,15 +60,15 @@ def _check(rank: int, num_rows: int, expected: dict[str, list[dict[str, int]]]) 
     for name, (forward, backward) in expected.items():
         products = Products()
         y = run(name)
-        assert products.take() == forward, name
+        assert products.since_last_call() == forward, name
         y.backward(torch.ones_like(y))
-        assert products.take() == backward, name
+        assert products.since_last_call() == backward, name
 
 
 @on_ranks(2, 3)
 def test_a_chunk_of_all_ranks_is_one_product(rank: int, world_size: int) -> None:
     torch.cuda.set_device(rank)
-    sums = {"mm": 1, "addmm": NUM_CHUNKS - 1}  # of a weight's gradient
+    sums = {"mm": 1, "addmm": NUM_CHUNKS - 1}  # the products of a weight's gradient
     with world_on("cpu:weft,cuda:nccl"), torch.device("cuda"), overlapping("always"):
         expected = {
             "column": [{"bmm": NUM_CHUNKS}, {"mm": NUM_CHUNKS + sums["mm"], "addmm": sums["addmm"]}],

@@ -1,7 +1,7 @@
 """Parts of `make gpu` in its short form, on the runtime without a device.
 
-Left to a GPU are the build (tests/benchmarks/test_gpu_machine.py configures it), the sanitizers, and the part "step",
-whose trace needs CUPTI.
+The build (which tests/benchmarks/test_gpu_machine.py configures), the sanitizers and the part "step", whose trace needs
+CUPTI, are left to a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
     [(False, ["smoke", "tests", "kernels"]), (True, ["memory"])],
     ids=["values", "memory"],
 )
-def test_parts(tmp_path: Path, skip_kernels: bool, parts: list[str]) -> None:
+def test_parts_run_without_a_gpu(tmp_path: Path, skip_kernels: bool, parts: list[str]) -> None:
     command = [sys.executable, "benchmarks/gpu", "--short", "--installed", "--parts", *parts]
     folders = ["--out", tmp_path / "results", "--work", tmp_path / "work"]
     environment = cuda_runtime.environment(devices=1, skip_kernels=skip_kernels)

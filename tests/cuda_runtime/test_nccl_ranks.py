@@ -1,7 +1,7 @@
 """Operators and pipeline links over NCCL, on the runtime without a device or on a GPU that the ranks share.
 
-On the runtime each rank has a device, and streams run as late as they may, so that a missing wait between a
-collective's stream and the current one gives other values than one rank computes.
+On the runtime each rank has a device, and streams run as late as possible. So without a wait between a collective's
+stream and the current stream, results differ from those of one rank.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from support import cuda_runtime
 pytestmark = pytest.mark.cuda_runtime
 CALLS = range(len(sample_calls()))
 DROPOUTS = [index for index in CALLS if sample_calls()[index].name == "dropout"]
-PATIENT_MS = 20_000  # no work begins because of the time that has passed
+PATIENT_MS = 20_000  # so long that work begins only if the host or another stream needs it
 
 
 def _on_cuda(call: Call, device: str = "cuda:0") -> Call:
@@ -76,7 +76,7 @@ def test_work_is_on_the_device_of_the_tensors(index: int) -> None:
 
 
 @pytest.mark.parametrize("index", [index for index in CALLS if index not in DROPOUTS])
-def test_graph_of_forward_and_backward(index: int) -> None:
+def test_graph_replays_forward_and_backward(index: int) -> None:
     call = _sample(index)
     expected = _on_host(_run(call))
     leaves = [arg for arg in call.args if isinstance(arg, Tensor) and arg.requires_grad]
@@ -88,14 +88,14 @@ def test_graph_of_forward_and_backward(index: int) -> None:
         for leaf in leaves:
             leaf.zero_()
     graph.replay()
-    of_zeros = _on_host(captured)
+    with_zeros = _on_host(captured)
     with torch.no_grad():
         for leaf, value in zip(leaves, values, strict=True):
             leaf.copy_(value)
     graph.replay()
     for a, b in zip(_on_host(captured), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert any(not torch.equal(a, b) for a, b in zip(of_zeros, expected, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(with_zeros, expected, strict=True))
 
 
 def test_dropout_in_a_capture_raises() -> None:

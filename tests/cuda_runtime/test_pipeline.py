@@ -23,7 +23,7 @@ from weft import pipeline_links
 pytestmark = pytest.mark.cuda_runtime
 BACKEND = "cpu:weft,cuda:nccl"
 OPS = weft.ops
-PATIENT_MS = 20_000  # no work begins because of the time that has passed
+PATIENT_MS = 20_000  # so long that work begins only if the host or another stream needs it
 PAUSE_SECONDS = 0.1
 
 
@@ -38,7 +38,7 @@ def _run_on_cuda(rank: int, world_size: int, links: str, **case: Any) -> dict[st
 @pytest.mark.parametrize(
     ("world_size", "layout", "links"), [(2, "pp2", "never"), (2, "pp2", "always"), (4, "pp2,tp2", "never")]
 )
-def test_trainer(tmp_path: Path, world_size: int, layout: str, links: str) -> None:
+def test_trainer_matches_one_device(tmp_path: Path, world_size: int, layout: str, links: str) -> None:
     options: dict[str, Any] = {"folder": str(tmp_path), "model_options": {}, "gradient_clip_val": 0.5}
     [expected] = run_on_ranks(1, run_all_loops, layout="auto", options={}, **options)
     for result in run_on_ranks(world_size, _run_on_cuda, links=links, layout=layout, options={}, **options):
@@ -47,7 +47,7 @@ def test_trainer(tmp_path: Path, world_size: int, layout: str, links: str) -> No
 
 @on_ranks(2)
 def test_received_memory_is_kept_until_it_has_been_used(rank: int) -> None:
-    """A link receives on a stream of its own, which owns the memory that the current stream reads."""
+    """A link allocates received memory on its own stream, but the current stream reads it."""
     torch.cuda.set_device(rank)
     group = dist.new_group(backend=BACKEND)
     pipeline_links.link(group, [1 - rank], torch.device("cuda", rank))
@@ -62,7 +62,7 @@ def test_received_memory_is_kept_until_it_has_been_used(rank: int) -> None:
             torch.cuda.synchronize()
             with cuda_runtime.delay(PATIENT_MS):
                 total = received.sum()
-                time.sleep(PAUSE_SECONDS)  # the current stream begins to wait for that long
+                time.sleep(PAUSE_SECONDS)  # until the current stream's thread waits for PATIENT_MS
             with cuda_runtime.delay(0):  # other streams run at once
                 del received
                 time.sleep(PAUSE_SECONDS)

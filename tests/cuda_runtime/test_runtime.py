@@ -24,7 +24,7 @@ PATIENT_MS = 20_000
 
 @pytest.fixture(autouse=True)
 def patient_streams() -> Iterator[None]:
-    """Start with idle streams, and let no work begin because of the time that has passed."""
+    """Start with idle streams, whose work begins only if the host or another stream needs it."""
     if not cuda_runtime.is_active():
         yield
         return
@@ -67,24 +67,24 @@ def test_memory_that_another_stream_uses_needs_record_stream() -> None:
 
 def test_copies_to_pinned_memory_need_a_wait() -> None:
     x = torch.ones(SIZE, device="cuda")
-    there = torch.zeros(SIZE, pin_memory=True)
-    there.copy_(x, non_blocking=True)
-    assert there.sum() == 0
+    pinned = torch.zeros(SIZE, pin_memory=True)
+    pinned.copy_(x, non_blocking=True)
+    assert pinned.sum() == 0
     torch.cuda.synchronize()
-    assert there.sum() == SIZE
+    assert pinned.sum() == SIZE
 
 
 def test_pageable_memory_is_read_before_a_copy_returns() -> None:
-    here = torch.ones(SIZE)
-    x = here.to("cuda", non_blocking=True)
-    here.zero_()
+    pageable = torch.ones(SIZE)
+    x = pageable.to("cuda", non_blocking=True)
+    pageable.zero_()
     assert x.sum().item() == SIZE
 
 
 def test_pinned_memory_is_read_when_the_copy_runs() -> None:
-    here = torch.ones(SIZE).pin_memory()
-    x = here.to("cuda", non_blocking=True)
-    here.zero_()
+    pinned = torch.ones(SIZE).pin_memory()
+    x = pinned.to("cuda", non_blocking=True)
+    pinned.zero_()
     assert x.sum().item() == 0
 
 
@@ -154,7 +154,7 @@ def test_process_forked_after_cuda_was_used_cannot_use_it() -> None:
 
 
 @on_ranks(2)
-def test_nccl(rank: int, world_size: int) -> None:
+def test_nccl_collectives_and_messages(rank: int, world_size: int) -> None:
     torch.cuda.set_device(rank)
     group = dist.new_group(backend="nccl")
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64):
@@ -176,7 +176,7 @@ def test_nccl(rank: int, world_size: int) -> None:
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     assert exchanged.tolist() == [1.0 - rank] * 3
-    # A result that no stream has waited for.
+    # A result is not there yet for a stream that has not waited for it.
     with cuda_runtime.delay(PATIENT_MS):
         total = torch.ones(SIZE, device="cuda")
         work = dist.all_reduce(total, group=group, async_op=True)
@@ -186,7 +186,7 @@ def test_nccl(rank: int, world_size: int) -> None:
     dist.destroy_process_group(group)
 
 
-# Each rank is a new process, because these errors are for the rest of a process.
+# Each rank is a new process, because these errors last until the process ends.
 TWO_RANKS = """
 import os, sys, time
 from datetime import timedelta
@@ -223,15 +223,14 @@ if __name__ == "__main__":
 def test_nccl_mistake_ends_the_process(tmp_path: Path, mistake: str, message: str) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(TWO_RANKS)
-    environment = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}  # seconds of waiting for a dump of no interest
+    environment = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}  # otherwise it waits for a dump
     result = run_process([sys.executable, script, tmp_path, mistake], env=environment, timeout=60)
     assert result.returncode != 0
     assert re.search(message, result.stderr + result.stdout), result.stderr[-3000:]
 
 
 @on_ranks(2)
-def test_group_of_calls_on_two_streams(rank: int, world_size: int) -> None:
-    """Both streams have the results of both calls."""
+def test_both_streams_of_a_group_of_calls_have_its_results(rank: int, world_size: int) -> None:
     torch.cuda.set_device(rank)
     group = dist.new_group(backend="nccl")
     side = torch.cuda.Stream()

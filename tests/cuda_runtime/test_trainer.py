@@ -1,4 +1,4 @@
-"""The Trainer on CUDA devices over NCCL, on the runtime without a device: the results of one CPU."""
+"""Compares the Trainer on CUDA devices over NCCL, on the runtime without a device, with the Trainer on one CPU."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def _fit_on_cuda(rank: int, world_size: int, **case: Any) -> dict[str, Any]:
         ("dp2,tp2 by tokens", 3, "SGD"),
     ],
 )
-def test_every_axis(folder: str, layout: str, stage: int | None, optimizer: str) -> None:
+def test_every_axis_matches_one_cpu(folder: str, layout: str, stage: int | None, optimizer: str) -> None:
     assert_matches_one_device(folder, layout, stage, optimizer, 2, 0.3, _fit_on_cuda)

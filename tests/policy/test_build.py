@@ -100,7 +100,7 @@ def test_build_without_torch_fails_with_remedy(tmp_path: Path) -> None:
 
 
 def test_missing_googletest_fails_with_remedy(tmp_path: Path) -> None:
-    """Offline: proxies that no process listens at."""
+    """Runs offline: no process listens at the proxies' address."""
     offline = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     options = ["-DWEFT_WITHOUT_TORCH=ON", "-DWEFT_BUILD_TESTS=ON", "-DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON"]
     output = " ".join(_configure(tmp_path, *options, env=offline).split())

@@ -1,4 +1,4 @@
-"""The list of tests/soak/kernel_mutations.py fits the kernels' sources; nothing is compiled here."""
+"""The mutations of tests/soak/kernel_mutations.py match the kernels' sources; nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_mutation_changes_the_sources() -> None:
         assert not (mutation.equivalent and mutation.unseen), mutation.name
 
 
-def test_launch_files_of_a_header() -> None:
+def test_launch_files_that_include_a_header_are_found() -> None:
     assert launch_files_with("src/philox.h") == ["cuda/dropout_launch.cu"]
     assert launch_files_with("cuda/block_reduce.cuh") == ["cuda/cross_entropy_launch.cu", "cuda/norm_launch.cu"]
     assert launch_files_with("cuda/vector_access.cuh") == list(SUITES)
@@ -33,7 +33,7 @@ def test_mutation_replaces_one_occurrence() -> None:
         Mutation("m", "f", "ab", "x", times=3).apply("ab ab")
 
 
-def test_problems_of_a_run() -> None:
+def test_unexpected_results_of_a_run_are_problems() -> None:
     equivalent = Mutation("e", "f", "a", "b", equivalent="only the speed differs")
     listed = [Mutation("m", "f", "a", "b"), equivalent]
 

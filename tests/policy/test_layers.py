@@ -48,7 +48,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("folder", PYTHON_LAYERS)
-def test_python_imports(folder: str) -> None:
+def test_python_files_import_only_layers_above(folder: str) -> None:
     files = list((ROOT / folder).rglob("*.py"))
     assert files
     for file in files:
@@ -85,7 +85,7 @@ def test_parts_of_plugin_use_public_members_of_each_other() -> None:
 
 
 @pytest.mark.parametrize("folder", CPP_LAYERS)
-def test_cpp_includes(folder: str) -> None:
+def test_cpp_files_include_only_layers_above(folder: str) -> None:
     files = [path for path in (ROOT / folder).rglob("*") if path.suffix in {".h", ".cpp", ".cu", ".cuh"}]
     assert files
     for file in files:
@@ -96,7 +96,7 @@ def test_cpp_includes(folder: str) -> None:
 def test_strategy_does_not_import_lightning() -> None:
     code = """if True:
         import sys, weft.strategy
-        for name in weft.strategy.__all__:  # they are loaded at their first use
+        for name in weft.strategy.__all__:  # each is loaded at its first use
             getattr(weft.strategy, name)
         assert "weft.strategy.apply" in sys.modules
         sys.exit(any("lightning" in name.split(".")[0] for name in sys.modules))"""

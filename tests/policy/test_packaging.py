@@ -53,8 +53,8 @@ def test_sdist_contains_tracked_sources(sdist: Path) -> None:
     tracked = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
     packed = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
     generated = {name for name in packed if name in {"PKG-INFO", "setup.cfg"} or name.startswith("weft.egg-info/")}
-    assert sorted(tracked - packed) == [], "MANIFEST.in leaves them out"
-    assert sorted(packed - tracked - generated) == [], "MANIFEST.in lets them in"
+    assert sorted(tracked - packed) == [], "MANIFEST.in leaves these files out"
+    assert sorted(packed - tracked - generated) == [], "MANIFEST.in includes these files, which git does not track"
     for name in tracked:
         assert (sdist / name).read_bytes() == (ROOT / name).read_bytes(), name
 
@@ -90,7 +90,7 @@ def _wheel_without_files(metadata: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("installed", ["2.11.0", "2.15.0"])
-def test_an_installer_takes_the_wheel_for_the_installed_torch(sdist: Path, tmp_path: Path, installed: str) -> None:
+def test_an_installer_chooses_the_wheel_for_the_installed_torch(sdist: Path, tmp_path: Path, installed: str) -> None:
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     for release in ("2.11.0", "2.12.1", "2.15.0"):
@@ -100,7 +100,7 @@ def test_an_installer_takes_the_wheel_for_the_installed_torch(sdist: Path, tmp_p
         _wheel_without_files(metadata, wheels)
     uv = str(Path(sys.executable).with_name("uv"))
     (tmp_path / "in").write_text("weft\n")
-    # Without an index: torch and the rest are wheels without files, too.
+    # uv uses no index: torch and the other dependencies are wheels without files, too.
     for name, version in {"torch": installed, "numpy": "2.0.0", "pyyaml": "6.0.0"}.items():
         package = tmp_path / f"{name}-{version}.dist-info"
         package.mkdir()

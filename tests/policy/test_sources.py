@@ -1,4 +1,4 @@
-"""House rules on source files that can be checked automatically."""
+"""Rules of CONTRIBUTING.md on source files that can be checked automatically, and the public names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_folder_has_a_short_readme(folder: str) -> None:
     assert len(readme.read_text().splitlines()) <= MAX_README_LINES or folder == "tests"
 
 
-def test_cmake_lists_its_sources() -> None:
+def test_cmake_files_name_each_source() -> None:
     for path in _tracked():
         if path.name == "CMakeLists.txt" or path.suffix == ".cmake":
             assert not re.search(r"file\s*\(\s*GLOB", path.read_text(), re.IGNORECASE), path

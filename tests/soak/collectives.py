@@ -1,4 +1,4 @@
-"""Random collectives on random sub-groups with random delays; checks all values, then looks for leaks.
+"""Runs random collectives on random sub-groups with random delays, checks all values and looks for leaks.
 
     python tests/soak/collectives.py --seconds 600 --hosts aaaaaaaa
 
@@ -97,7 +97,7 @@ def run_step(call: str, size: int, step: int, group: dist.ProcessGroup, members:
             raise AssertionError(f"{call} of {size} at step {step} on {members}: {output[:4]}, wanted {wanted[:4]}")
 
 
-def facts() -> dict[str, float]:
+def resources() -> dict[str, float]:
     """Return this process's file descriptors, weft mappings and private MiB, after freeing the allocator's caches."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -115,7 +115,7 @@ def run_rank(rank: int, hosts: str, folder: str, seconds: float, seed: int) -> N
     os.environ["WEFT_HOST_ID"] = hosts[rank]
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("cpu:weft", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))
-    plan, delays = random.Random(seed), random.Random(seed + 1 + rank)
+    same, delays = random.Random(seed), random.Random(seed + 1 + rank)  # `same` on all ranks
     deadline = time.monotonic() + seconds
     first: dict[str, float] = {}
     num_steps = num_rounds = 0
@@ -124,28 +124,28 @@ def run_rank(rank: int, hosts: str, folder: str, seconds: float, seed: int) -> N
         dist.broadcast(is_over, 0)
         if is_over.item():
             break
-        ranks_of = [sorted(plan.sample(range(num_ranks), plan.randint(1, num_ranks))) for _ in range(GROUPS)]
+        ranks_of = [sorted(same.sample(range(num_ranks), same.randint(1, num_ranks))) for _ in range(GROUPS)]
         groups = [dist.new_group(ranks, backend="cpu:weft") for ranks in ranks_of]
         for step in range(STEPS_PER_ROUND):
-            which, call, size = plan.randrange(GROUPS), plan.choice(CALLS), plan.choice(SIZES)
-            is_async = plan.random() < 0.3
-            if rank not in ranks_of[which]:
+            group_idx, call, size = same.randrange(GROUPS), same.choice(CALLS), same.choice(SIZES)
+            is_async = same.random() < 0.3
+            if rank not in ranks_of[group_idx]:
                 continue
             if delays.random() < 0.05:
                 time.sleep(delays.expovariate(1 / 0.002))
-            run_step(call, size, step, groups[which], ranks_of[which], is_async)
+            run_step(call, size, step, groups[group_idx], ranks_of[group_idx], is_async)
             num_steps += 1
         for ranks, group in zip(ranks_of, groups, strict=True):
             if rank in ranks:
                 dist.barrier(group=group)
                 dist.destroy_process_group(group)
-        del groups, group  # resources that they hold are not leaked
+        del groups, group  # otherwise resources() would count those of the groups
         num_rounds += 1
         if num_rounds == 3:
-            first = facts()
-    last = facts()
+            first = resources()
+    last = resources()
     dist.barrier()
-    Path(folder, f"facts-{rank}").write_text(
+    Path(folder, f"resources-{rank}").write_text(
         json.dumps({"steps": num_steps, "rounds": num_rounds, "first": first or last, "last": last})
     )
     dist.destroy_process_group()
@@ -154,7 +154,9 @@ def run_rank(rank: int, hosts: str, folder: str, seconds: float, seed: int) -> N
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--hosts", default="aaaaaaaa", help="a letter for each rank; one letter for all is one host")
+    parser.add_argument(
+        "--hosts", default="aaaaaaaa", help="a letter for each rank; ranks with the same letter share a host"
+    )
     parser.add_argument("--seed", type=int, default=20261121)
     args = parser.parse_args()
     before = set(os.listdir("/dev/shm"))
@@ -162,7 +164,7 @@ def main() -> int:
         mp.start_processes(
             run_rank, (args.hosts, folder, args.seconds, args.seed), nprocs=len(args.hosts), start_method="fork"
         )
-        ranks = [json.loads(Path(folder, f"facts-{rank}").read_text()) for rank in range(len(args.hosts))]
+        ranks = [json.loads(Path(folder, f"resources-{rank}").read_text()) for rank in range(len(args.hosts))]
     growth = [rank["last"]["own_mib"] - rank["first"]["own_mib"] for rank in ranks]
     leaked = [rank["last"][what] - rank["first"][what] for rank in ranks for what in ("descriptors", "mappings")]
     left = sorted(set(os.listdir("/dev/shm")) - before)

@@ -3,9 +3,9 @@
     python tests/soak/faults.py --signals SIGKILL SIGSTOP --hosts aaa abb --victims 1 --repeats 1 [--check]
 
 Prints one line for each scenario. Ranks are forked from this process, which has only imported torch. With --check it
-prints all problems and exits with 1 if there are any: a survivor that failed to exit, or that got a wrong class of
-error or the name of a wrong rank; on one host, in more than one case of twenty, a killed rank noticed later than
-NOTICED_WITHIN or a group destroyed in more than DESTROYED_WITHIN.
+prints all problems and exits with 1 if there are any. Problems of a survivor: it ends with an error, or gets an error
+of a wrong class or with the name of a wrong rank. Problems on one host, if they occur in more than one case of twenty:
+it takes longer than NOTICED_WITHIN to notice a killed rank, or than DESTROYED_WITHIN to destroy the group.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ops.collectives.calls import DATA_MOVEMENTS, REDUCTIONS, Call
 
 import weft
 
-STOP_TIMEOUT = timedelta(seconds=1)  # of a group with a stopped rank, which is detected by the time-out
-KILL_TIMEOUT = timedelta(seconds=60)  # no rank may reach it
+STOP_TIMEOUT = timedelta(seconds=1)  # of a group with a stopped rank, which only a time-out detects
+KILL_TIMEOUT = timedelta(seconds=60)  # of a group with a killed rank; no survivor may reach it
 NOTICED_WITHIN = DESTROYED_WITHIN = 0.1  # seconds
 
 
@@ -133,7 +133,7 @@ def run_scenario(call: str, signal_name: str, hosts: str, victim: int, delay: fl
 
 
 def names_victim(scenario: dict, text: str) -> bool:
-    """Return whether `text` names the victim. Ranks of another host may know it by another rank or without a pid."""
+    """Return whether `text` names the victim. On another host, its text may have the global rank or no pid."""
     victim, pid = scenario["victim"], scenario["victim_pid"]
     if len(set(scenario["hosts"])) == 1:
         return f"rank {victim} (pid {pid})" in text
@@ -161,7 +161,7 @@ def problems_of(scenario: dict) -> list[str]:
         elif expected == "CollectiveTimeoutError" and scenario["call"] == "send_recv":
             continue  # its text names the peer of the late message instead
         elif not names_victim(scenario, _late_ranks(seen["text"]) if expected != "PeerLostError" else seen["text"]):
-            problems.append(f"{where}: rank {rank} read no name of it: {seen['text']}")
+            problems.append(f"{where}: rank {rank} got no name of the victim: {seen['text']}")
     return problems
 
 
@@ -182,7 +182,7 @@ def slow_of(scenarios: list[dict]) -> list[str]:
         "a group was destroyed after": ([each["destroy_seconds"] for _, each in seen], DESTROYED_WITHIN),
     }
     return [
-        f"{what} {sorted(seconds)[len(seconds) * 19 // 20]:.3f} s and more in one case of twenty, wanted {limit} s"
+        f"{what} {sorted(seconds)[len(seconds) * 19 // 20]:.3f} s or more in one case of twenty, limit {limit} s"
         for what, (seconds, limit) in times.items()
         if seconds and sorted(seconds)[len(seconds) * 19 // 20] > limit
     ]
@@ -192,8 +192,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--signals", nargs="+", default=["SIGKILL", "SIGSTOP"])
     parser.add_argument("--calls", nargs="+", default=list(CALLS))
-    parser.add_argument("--hosts", nargs="+", default=["aaa"], help="of the ranks of a group: a letter for each")
-    parser.add_argument("--victims", nargs="+", type=int, help="default: each rank in turn")
+    parser.add_argument(
+        "--hosts", nargs="+", default=["aaa"], help="groups, each a string with a letter for the host of each rank"
+    )
+    parser.add_argument("--victims", nargs="+", type=int, help="ranks to kill or stop; default: each in turn")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()

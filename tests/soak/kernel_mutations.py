@@ -3,7 +3,7 @@
     PYTHONPATH=tests python tests/soak/kernel_mutations.py [--only NAME ...] [--jobs 2] [--json]
 
 The faults are listed in tests/soak/mutations. Each is planted in a copy of kernels/; only the launch files that include
-the mutated file are compiled, and the tests of these kernels run in the orders of ctest up to the first failure. Prints
+the mutated file are compiled, and the tests of these kernels run in ctest's thread orders up to the first failure. Prints
 a line for each mutation: found, with the order, the test and the sanitizer's error; or survived, with the reason. Needs
 an up-to-date build in build/dev. Exits with 1 if a mutation survives without a listed reason, if one with a reason is
 found, if one does not compile, if the tests fail without a mutation, or if less than 95 % of the mutations that are not
@@ -63,7 +63,7 @@ def check(build: EmulatedBuild, mutation: Mutation) -> Outcome:
 
 
 def baseline_problems(build: EmulatedBuild, launches: Iterable[str]) -> list[str]:
-    """Return how the tests fail on unchanged copies of the launch files; then nothing could be said of mutations."""
+    """Return how the tests fail on unchanged kernels, in which case results of mutations would mean nothing."""
     problems = []
     for launch in launches:
         with tempfile.TemporaryDirectory(prefix="weft-mutation-") as folder:
@@ -103,7 +103,7 @@ def share_found(outcomes: list[Outcome], mutations: list[Mutation]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="names of mutations; default: all")
-    parser.add_argument("--jobs", type=int, default=1, help="mutations at a time; each takes 1 GB of memory")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations at a time; each needs 1 GB of memory")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
     options = parser.parse_args()
     unknown = set(options.only) - {mutation.name for mutation in MUTATIONS}

@@ -1,6 +1,6 @@
 """Compares training on every mesh and ZeRO stage with training on one device.
 
-Varies optimizer, gradient accumulation and clipping; also resumes on each layout from the checkpoint of every layout.
+Varies optimizer, gradient accumulation and clipping. Also resumes on each layout from the checkpoint of every layout.
 
     PYTHONPATH=tests python tests/soak/layouts.py
     PYTHONPATH=tests python tests/soak/layouts.py --layout dp2,tp2 --stage 3
@@ -51,8 +51,8 @@ def soak_resumes(folder: str, expected: dict[str, Tensor], layout: str, stage: i
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", help="only this one")
-    parser.add_argument("--stage", type=int, help="only this one")
+    parser.add_argument("--layout", help="run this layout only")
+    parser.add_argument("--stage", type=int, help="run this ZeRO stage only")
     options = parser.parse_args()
     num_failed = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Random argument sets for every operator: each matches the unsharded computation or raises as documented.
+"""Calls every operator with random argument sets: each matches the unsharded computation or raises as documented.
 
     PYTHONPATH=tests python tests/soak/operators.py --count 10000
     PYTHONPATH=tests python tests/soak/operators.py --operator all_to_all --ranks 2 --seed 4711 --count 1
@@ -55,25 +55,25 @@ def soak(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--operator", choices=sorted(NAMES), help="one instead of all")
+    parser.add_argument("--operator", choices=sorted(NAMES), help="run this operator only")
     parser.add_argument("--count", type=int, default=10_000, help="sets for each operator")
-    parser.add_argument("--ranks", type=int, help="this many instead of 2 and 3")
-    parser.add_argument("--seed", type=int, default=0, help="of the first set; the others follow")
+    parser.add_argument("--ranks", type=int, help="number of ranks; default: 2 for most sets, 3 for a fifth")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first set; each further set adds 1")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the arguments are")
-    parser.add_argument("--backend", choices=["cpu:weft", "gloo"], help="of the groups; on CUDA gloo")
+    parser.add_argument("--backend", choices=["cpu:weft", "gloo"], help="default: cpu:weft, on CUDA gloo")
     args = parser.parse_args()
     backend = args.backend or ("cpu:weft" if args.device == "cpu" else "gloo")
     if args.device == "cuda" and backend != "gloo":
-        parser.error("--device cuda wants the groups of gloo: leave --backend out.")
+        parser.error(f"--device cuda got --backend {backend}, but needs gloo: leave --backend out.")
     on_three = args.count // 5
-    shares = {args.ranks: args.count} if args.ranks else {2: args.count - on_three, 3: on_three}
+    num_sets = {args.ranks: args.count} if args.ranks else {2: args.count - on_three, 3: on_three}
     num_failed = 0
     for operator in [args.operator] if args.operator else NAMES:
         outcomes: Counter[str] = Counter()
         failures, seed = {}, args.seed
-        for num_ranks, count in shares.items():
-            of_ranks, failures[num_ranks] = soak(operator, num_ranks, seed, count, args.device, backend)
-            outcomes += of_ranks
+        for num_ranks, count in num_sets.items():
+            of_size, failures[num_ranks] = soak(operator, num_ranks, seed, count, args.device, backend)
+            outcomes += of_size
             seed += count
         num_failed += sum(len(seeds) for seeds in failures.values())
         print(json.dumps({"soak": operator, **outcomes, "failed_seeds": failures}), flush=True)

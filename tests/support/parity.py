@@ -86,7 +86,7 @@ def assert_weights_agree(
     bound_of: Callable[[Tensor], float],
     bound_of_key_bias: Callable[[Tensor], float] | None = None,
 ) -> None:
-    """Compare each weight w within bound_of(w); with bound_of_key_bias, the key bias of a fused layer within that."""
+    """Compare each weight w within bound_of(w), and a fused layer's key bias within bound_of_key_bias(w) if given."""
     theirs = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         pairs = [(parameter.detach(), theirs[name].detach(), False)]

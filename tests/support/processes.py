@@ -77,8 +77,8 @@ class ProcessTree:
     ) -> None:
         """
         Args:
-            has_optional_packages: the tree can import the packages that `without_optional` hides; its processes start
-                more slowly.
+            has_optional_packages: whether the tree can import the packages that `without_optional` hides, with which
+                its processes start more slowly.
             warm_processes: if positive, the command is a Python program, and it and the first programs that it starts,
                 this many in all, are forks of a process that has imported torch and Lightning: see `warm_programs`.
         """

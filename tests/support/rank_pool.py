@@ -26,7 +26,7 @@ _RESET_SECONDS = 15.0
 _GRACE_SECONDS = 2.0  # after one rank has failed, the time for other ranks to fail too
 _STACK_SECONDS = 2.0
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-# Taken at import, before any test can change it.
+# Copied at import, before any test can change it.
 _ENVIRONMENT = {**os.environ, **_ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -260,10 +260,10 @@ class RankPool:
 
 
 class RankPools:
-    """One pool per world size, created at first use; all have MAX_LIVE_RANKS ranks at most.
+    """One pool per world size, created at first use; together they have at most MAX_LIVE_RANKS ranks.
 
-    The least recently used pools are closed to make room. Each new rank takes 0.3 CPU seconds more for its first case,
-    and a rank that waits takes 0.1 GB and no time.
+    The least recently used pools are closed to make room. The first case of a new rank needs 0.3 CPU seconds more; an
+    idle rank needs 0.1 GB of memory and no CPU time.
     """
 
     MAX_LIVE_RANKS = 18  # pools of 1, 2, 3, 4 and 8 ranks

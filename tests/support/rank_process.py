@@ -128,7 +128,7 @@ def _load(path: str, name: str) -> ModuleType:
 
 
 def _compile(path: str) -> object:
-    # pytest's assertion rewriting, so that a failing assert on a rank shows its values.
+    # Rewrite assertions like pytest, so that a failing assert on a rank shows its values.
     from _pytest.assertion.rewrite import rewrite_asserts
 
     source = Path(path).read_bytes()
@@ -147,7 +147,7 @@ def _find_body(module: ModuleType, qualname: str) -> Callable[..., object]:
 
 
 def _forget_meshes() -> None:
-    """Clear the plugin's meshes, and DTensor's caches, which take a new mesh for an earlier one of equal sizes."""
+    """Clear the plugin's meshes, and DTensor's caches, which confuse a new mesh with an earlier one of equal sizes."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _redistribute, debug
 
@@ -182,14 +182,16 @@ def _call_on_backward_threads(function: Callable[[], object]) -> None:
 def _reset(environment: dict[str, str], keeps_groups: bool) -> None:
     """Reset the rank between two cases. The barriers fail if ranks have not called the same collectives.
 
-    `keeps_groups`: leave sub-groups, and DTensor's caches with the meshes on them, to the next case.
+    `keeps_groups`: keep sub-groups, and DTensor's caches of the meshes on them, for the next case.
     """
     import torch
     import torch.distributed as dist
 
     gc.collect()
     if not dist.is_initialized():
-        raise RuntimeError("the test destroyed the default process group, which belongs to the pool; do not")
+        raise RuntimeError(
+            "the test destroyed the default process group, which later tests need; destroy sub-groups only"
+        )
     world = dist.group.WORLD
     dist.barrier()
     if not keeps_groups:

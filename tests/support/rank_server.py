@@ -24,8 +24,8 @@ from support.processes import die_with_parent
 
 MAX_RANKS = 16
 MAX_PACKET_BYTES = 1 << 16
-# The modules that ranks are likely to import, in this order: those that the session uses, each with the modules that it
-# loads at first use. A session that does not use Lightning does not wait for its import.
+# The modules that ranks are likely to import, in this order. A key of PRELOADED_IF_USED is preloaded only if the
+# session has imported it, together with the modules that it loads at first use.
 PRELOADED_ALWAYS = ("numpy", "torch", "torch.distributed", "torch.testing", "pytest")
 PRELOADED_IF_USED = {
     "torch.distributed.tensor": (),

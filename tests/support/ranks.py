@@ -30,7 +30,7 @@ _GIVEN_BY_RANK = ("rank", "world_size")
 def on_ranks(
     *world_sizes: int, timeout: float = DEFAULT_SECONDS, keeps_groups: bool = False
 ) -> Callable[[Callable[..., None]], Any]:
-    """Make a test, once per world size, of a body that takes `rank` and/or `world_size`.
+    """Make one test per world size from a body that takes `rank` and/or `world_size`.
 
     The test fails if any rank fails, dies, or needs more than `timeout` seconds. It is skipped if every rank calls
     pytest.skip. After a failure the next test gets fresh ranks. `keeps_groups`: see `run_on_ranks`.
@@ -73,8 +73,8 @@ def run_on_ranks(
 ) -> list[Any]:
     """Call `function(rank=..., world_size=..., **kwargs)` on every rank; return the results by rank.
 
-    keeps_groups: the next case on these ranks finds the sub-groups of this one. It may use the same meshes again, for
-        which DTensor has already found the placements of each operator's result.
+    keeps_groups: keep the sub-groups of this case for the next case on these ranks. The next case may use the same
+        meshes, for which DTensor has cached the placements of each operator's result.
 
     `function` is a function at a module's top level, which gets `rank` and `world_size` if it takes them, or
     "path/to/file.py::name", which always gets both. Results are pickled. Raises RankFailure.

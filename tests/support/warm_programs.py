@@ -1,14 +1,14 @@
 """Runs Python programs in forks of a process that has imported torch, Lightning and weft, which takes 5 CPU seconds.
 
-`next_program` is what such a process runs. The fork that becomes a program has the environment, arguments, module
-search path, standard streams, session and signal handlers of a new interpreter; `/proc` shows the token of its tree. It
-ends as an interpreter does, with its exit handlers. Its parent is this process.
+Such a process runs `next_program`. The fork that becomes a program has the environment, arguments, module
+search path, standard streams, session and signal handlers of a new interpreter; `/proc` shows the token of its process
+tree. The fork ends as an interpreter does, with its exit handlers. Its parent is the process that runs `next_program`.
 
 A program may start `num_children` Python programs with `subprocess.Popen`, as Lightning's launcher does. Their
 processes are forked before the program runs, so that they are its children and have none of its state. All other uses
 of Popen start a new process.
 
-A program that forgets to import a module still finds it: tests of imports need a new interpreter.
+A program that does not import a preloaded module still finds it: tests of imports need a new interpreter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from support.processes import TREE_VARIABLE, die_with_parent
 
 MAX_PACKET_BYTES = 1 << 17
 TOKEN_LENGTH = 32
-# Each with the modules that it loads at first use.
+# These packages, and the modules that they load at first use.
 _PRELOADED = (
     "lightning.pytorch",
     "torch.distributed.tensor",
@@ -52,7 +52,7 @@ def next_program(fd: int, search_path: list[str]) -> CodeType:
     Requests are JSON packets, answered in order:
         {"command": [str], "env": {str: str}, "cwd": str, "num_children": int} + fds of stdout, stderr  -> {"pid": int}
         {"reap": pid}                                              -> {"status": exit status, negative: a signal}
-    The process ends when the socket is closed; its programs end with it. `search_path`: of a new interpreter.
+    The process ends when the socket is closed; its programs end with it. `search_path`: sys.path of a new interpreter.
     """
     control = socket.socket(fileno=fd)
     for name in _PRELOADED:
@@ -157,7 +157,7 @@ def _become(request: dict[str, Any], search_path: list[str]) -> CodeType:
 
 
 def _show_token(token: str) -> None:
-    """Write the token over the one in the environment with which this process was started, which /proc shows."""
+    """Overwrite the token in the environment with which this process was started, which /proc shows."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])
     name = f"{TREE_VARIABLE}=".encode()

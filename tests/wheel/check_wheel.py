@@ -29,7 +29,7 @@ HEADERS = ["ops/include", "ops/collectives/include", "ops/memory/include"]
 
 
 def _distribution() -> importlib.metadata.Distribution:
-    """Return the one in site-packages: a build leaves a weft.egg-info in the checkout, which is on the path here."""
+    """Return the distribution in site-packages: the checkout, which is on the path, may have a weft.egg-info, too."""
     [distribution] = importlib.metadata.distributions(name="weft", path=[str(SITE_PACKAGES)])
     return distribution
 

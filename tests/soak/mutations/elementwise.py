@@ -9,7 +9,7 @@ MATH = "src/activation_math.h"
 DROPOUT = "cuda/dropout_launch.cu"
 PHILOX = "src/philox.h"
 
-# Only these find faults in philox.h: the other dropout tests compute what they expect with it.
+# Only these tests find faults in philox.h: the other dropout tests compute their expected values with it.
 KNOWN_ANSWERS = "*Philox*"
 PDF_CONSTANT = "0.39894228040143267793994605993438"
 FIT_TERMS = "i = kTerms - 2; i >= 0"

@@ -16,7 +16,7 @@ from soak.mutations.mutation import Mutation
 ROOT = Path(__file__).resolve().parents[3]
 TARGET = "tests/cpp/kernels/kernels_emulated_test"
 
-# The launch files, which are compiled one by one, and their tests; those that compile fastest first.
+# The launch files, which are compiled one by one, and filters for their tests. Files that compile faster come first.
 SUITES = {
     "cuda/dropout_launch.cu": "*Dropout*:*Philox*",
     "cuda/cross_entropy_launch.cu": "*CrossEntropy*",
@@ -84,7 +84,7 @@ class EmulatedBuild:
         # -O0 halves the time of a compilation. Debug information is of no use here.
         self._run([*_with_output(command, object_file), "-O0", "-g0"])
         link = [argument for argument in self._link if argument != self._objects[launch]]
-        # First, so that the linker takes inline functions that several objects contain from this one.
+        # The mutated object comes first, so that the linker takes inline functions of several objects from it.
         link.insert(next(i for i, argument in enumerate(link) if argument.endswith(".o")), str(object_file))
         result = folder / "mutated_test"
         self._run(_with_output(link, result))

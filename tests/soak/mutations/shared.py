@@ -1,4 +1,4 @@
-"""Faults in what several kernels share: reductions, elementwise loops, launches and packs."""
+"""Faults in the code that several kernels share: reductions, elementwise loops, launches and packs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def is_built() -> bool:
 
 
 def is_active() -> bool:
-    """Return whether this process has the runtime."""
+    """Return whether this process runs on the runtime."""
     return "WEFT_CUDA_RUNTIME" in os.environ
 
 
@@ -39,12 +39,12 @@ def environment(*, devices: int = 8, delay_ms: int = 5, skip_kernels: bool = Fal
 
     Args:
         devices: the number of devices.
-        delay_ms: milliseconds for which work waits until the host or another stream needs it; 0: streams run in
+        delay_ms: milliseconds that each work item waits, unless the host or another stream needs it; 0: streams run in
             parallel.
         skip_kernels: kernels and copies to a device do nothing, so that its memory is zero: for measuring memory.
     """
 
-    def before(name: str, folder: Path) -> str:
+    def prepended(name: str, folder: Path) -> str:
         return os.pathsep.join([str(folder), *filter(None, [os.environ.get(name)])])
 
     return {
@@ -53,13 +53,13 @@ def environment(*, devices: int = 8, delay_ms: int = 5, skip_kernels: bool = Fal
         "WEFT_CUDA_RUNTIME_DELAY_MS": str(delay_ms),
         "WEFT_CUDA_RUNTIME_SKIP_KERNELS": str(int(skip_kernels)),
         "LD_PRELOAD": str(_RUNTIME),
-        "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", LIBRARIES),
-        "PATH": before("PATH", _FOLDER),  # nvidia-smi
+        "LD_LIBRARY_PATH": prepended("LD_LIBRARY_PATH", LIBRARIES),
+        "PATH": prepended("PATH", _FOLDER),  # for nvidia-smi
     }
 
 
 def load() -> None:
-    """Load the versions for the host of CUDA operators, if this process has the runtime. Call after `import weft`."""
+    """Load the host's versions of CUDA operators, if this process runs on the runtime. Call after `import weft`."""
     if not is_active() or os.environ["WEFT_CUDA_RUNTIME_SKIP_KERNELS"] == "1":
         return
     import torch

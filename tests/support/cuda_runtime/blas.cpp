@@ -1,4 +1,4 @@
-// cuBLAS, of which torch's matrix products need a handle before they launch anything. Like other
+// cuBLAS. torch's matrix products need a handle of it before they launch a kernel. Like other
 // kernels, a product is skipped or an error.
 
 #include "runtime.h"
@@ -63,7 +63,7 @@ WEFT_PRODUCT(cublasSdot_v2)
 WEFT_PRODUCT(cublasSgemmEx)
 WEFT_PRODUCT(cublasSgemv_v2)
 
-// Descriptors of cublasLt are the caller's: torch allocates them by these functions.
+// torch owns the descriptors of cublasLt, which these functions allocate.
 WEFT_CUDA_API int cublasLtMatmulDescCreate(void** result, int, int) { return create(result); }
 WEFT_CUDA_API int cublasLtMatmulPreferenceCreate(void** result) { return create(result); }
 WEFT_CUDA_API int cublasLtMatrixLayoutCreate(void** result, int, uint64_t, uint64_t, int64_t) {

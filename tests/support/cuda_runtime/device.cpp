@@ -25,7 +25,7 @@ long long number_of(const char* name, long long otherwise) {
 
 struct Errors {
   std::mutex mutex;
-  std::string for_ever;  // the reason, or empty
+  std::string reason;  // why all calls fail, or empty
 };
 
 Errors& errors() {
@@ -52,7 +52,7 @@ Counts& counts() {
 
 int unsupported_driver_call() { return kErrorNotSupported; }
 
-// torch asks which devices have a context: the first has one as soon as CUDA is used.
+// torch asks whether a device has a context: each has one as soon as CUDA is used.
 int context_state(int /*device*/, unsigned* flags, int* is_active) {
   *flags = 0;
   *is_active = was_used ? 1 : 0;
@@ -78,10 +78,10 @@ cudaError_t fail(cudaError_t error, const std::string& reason) {
   return error;
 }
 
-void fail_for_ever(const std::string& reason) {
+void fail_all_later_calls(const std::string& reason) {
   const std::lock_guard lock(errors().mutex);
-  if (!errors().for_ever.empty()) return;
-  errors().for_ever = reason;
+  if (!errors().reason.empty()) return;
+  errors().reason = reason;
   std::fprintf(
       stderr, "CUDA runtime without a device: work of a stream failed: %s\n", reason.c_str());
 }
@@ -99,8 +99,8 @@ cudaError_t status() {
   }
   was_used = true;
   const std::lock_guard lock(errors().mutex);
-  if (errors().for_ever.empty()) return cudaSuccess;
-  return fail(cudaErrorLaunchFailure, errors().for_ever);
+  if (errors().reason.empty()) return cudaSuccess;
+  return fail(cudaErrorLaunchFailure, errors().reason);
 }
 
 void count(const std::string& name) {

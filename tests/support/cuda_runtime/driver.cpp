@@ -1,5 +1,5 @@
-// libcuda.so.1, of which torch links a few functions: CUDA_ERROR_NOT_SUPPORTED from each, except
-// for what torch asks while it initialises CUDA.
+// The functions of libcuda.so.1 that torch links. Each returns CUDA_ERROR_NOT_SUPPORTED, except for
+// those that torch calls while it initialises CUDA.
 
 #define WEFT_DRIVER extern "C" __attribute__((visibility("default"))) int
 #define WEFT_UNSUPPORTED(name) \
@@ -19,7 +19,7 @@ WEFT_DRIVER cuGetErrorString(int, const char** result) {
   return 0;
 }
 
-// torch asks only after the runtime has been used.
+// torch calls this function only after the runtime has been used.
 WEFT_DRIVER cuDevicePrimaryCtxGetState(int, unsigned* flags, int* is_active) {
   *flags = 0;
   *is_active = 1;

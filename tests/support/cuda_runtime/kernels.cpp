@@ -1,6 +1,6 @@
-// Kernels: the code that nvcc adds to a program registers them here, and no device runs them. A
-// launch within the limits is counted; unless such launches are skipped, it is an error, because
-// its kernel should have had a version for the host.
+// Kernels: the code that nvcc adds to a program registers them here, but no device runs them. A
+// launch within the limits is counted. Unless launches are skipped, it is also an error: its
+// operator should have had a version for the host.
 
 #include "runtime.h"
 

@@ -1,11 +1,12 @@
-// Memory of devices and pinned memory, which are the host's, and copies.
+// Memory of devices, pinned memory, and copies. All memory is the host's.
 //
-// Memory of a device is reserved, and committed when it is first written. A copy from pageable
+// Memory of a device is filled with NaN when it is allocated. A copy from pageable
 // memory reads it before the call returns, and a copy to pageable memory has ended when the call
 // returns; all other copies are work of their stream, as in CUDA.
 //
-// Where kernels are skipped, nothing writes to a device: all of its memory is zero, so that values
-// are the same in every run, and a model that is larger than the host's memory fits.
+// Where kernels are skipped, no bytes are written to a device. Its memory is zero, so that values
+// are the same in every run, and it is reserved only, so that a model may be larger than the host's
+// memory.
 
 #include "runtime.h"
 
@@ -40,7 +41,7 @@ Memory& memory() {
   return instance;
 }
 
-// Returns the block that holds the byte at `pointer`, or null. With the mutex held.
+// Returns the block that holds the byte at `pointer`, or null. Call it with the mutex held.
 const Block* find(const void* pointer) {
   const auto* byte = static_cast<const char*>(pointer);
   auto found = memory().blocks.upper_bound(byte);

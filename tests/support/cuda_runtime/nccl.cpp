@@ -3,7 +3,7 @@
 //
 // As in NCCL, a call only adds work to its stream; calls on one communicator run in the order in
 // which they were made, whatever their streams; the calls of a group on one communicator start
-// together; and a send ends no earlier than its receive begins. More than NCCL, it compares the
+// together; and a send ends no earlier than its receive begins. Unlike NCCL, it compares the
 // calls of the ranks: a mismatch is an error, not a hang. Reductions add in the order of ranks.
 
 #include "nccl_reduce.h"
@@ -44,7 +44,7 @@ struct Communicator {
   int num_splits = 0;
 };
 
-// A call on a communicator: all its transfers, and then what to do with what was received.
+// The transfers of one call on a communicator, and the function that runs after them.
 struct Step {
   std::vector<Transfer> sent = {};
   std::vector<Transfer> received = {};
@@ -61,11 +61,12 @@ struct Call {
 thread_local int group_depth = 0;
 thread_local std::vector<Call> group;
 
-// The handle that torch holds. A call that is in flight keeps the communicator itself.
+// The handle that torch owns. A call in flight shares the ownership of the communicator.
 using Handle = std::shared_ptr<Communicator>;
 Handle& handle_of(void* comm) { return *static_cast<Handle*>(comm); }
 
-// Runs calls of one communicator: sends and receives that follow each other at the same time.
+// Runs calls of one communicator in order; sends and receives that follow each other run at the
+// same time.
 void run_calls(const std::vector<Call>& calls) {
   for (std::size_t i = 0; i < calls.size();) {
     std::vector<Step> steps{calls[i].begin()};
@@ -86,7 +87,7 @@ void run_calls(const std::vector<Call>& calls) {
   }
 }
 
-// Lets a stream wait for what another one has to do.
+// Makes a stream wait for all work that another stream has at this moment.
 void wait_for_now(cudaStream_t waiting, cudaStream_t awaited) {
   cudaEvent_t event = nullptr;
   cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
@@ -95,7 +96,8 @@ void wait_for_now(cudaStream_t waiting, cudaStream_t awaited) {
   cudaEventDestroy(event);
 }
 
-// Calls of a group may be on several streams: they run on the first, as if all were on each.
+// Calls of a group may be on several streams. They run on the first of these streams, after the
+// work of all of them, and all of them wait for the calls.
 void submit_calls(const std::vector<Call>& calls) {
   const Handle& communicator = calls.front().communicator;
   const cudaStream_t stream = calls.front().stream;
@@ -112,7 +114,7 @@ void submit_calls(const std::vector<Call>& calls) {
   submit(stream, [calls] {
     try {
       run_calls(calls);
-    } catch (const Aborted&) {  // NOLINT(bugprone-empty-catch): the caller knows
+    } catch (const Aborted&) {  // NOLINT(bugprone-empty-catch): the caller aborted it
     }
   });
   if (!is_captured(stream)) cudaEventRecord(communicator->last, stream);
@@ -342,11 +344,11 @@ WEFT_CUDA_API int ncclReduceScatter(
   const std::size_t num_bytes = size * size_of(Type(type));
   return with_all_inputs(
       comm, stream, "reduce_scatter", input, num_bytes * num_ranks, [=](const auto& inputs) {
-        std::vector<const void*> parts;
+        std::vector<const void*> segments;
         for (const void* each : inputs) {
-          parts.push_back(static_cast<const char*>(each) + rank * num_bytes);
+          segments.push_back(static_cast<const char*>(each) + rank * num_bytes);
         }
-        reduce(parts, output, size, Type(type), Operation(op));
+        reduce(segments, output, size, Type(type), Operation(op));
       });
 }
 
@@ -402,7 +404,7 @@ WEFT_CUDA_API int ncclRecv(
 
 // ---- not supported -----------------------------------------------------------------------------
 
-// They are here because NCCL's own functions cannot use this file's communicators.
+// These replace NCCL's own functions, which cannot use this file's communicators.
 #define WEFT_UNSUPPORTED(name)                                                       \
   WEFT_CUDA_API int name() {                                                         \
     fail(cudaErrorNotSupported, #name " is not supported by NCCL without a device"); \

@@ -29,7 +29,7 @@ struct Progress {
   }
   bool is_done() const { return num_moved == num_bytes(); }
 
-  // The bytes to be moved next, which lie one after another.
+  // Returns the next contiguous bytes to be moved.
   std::pair<char*, std::size_t> next() {
     if (transfer == nullptr) return {&confirmation, 1};
     if (num_moved < header.size()) return {header.data() + num_moved, header.size() - num_moved};
@@ -47,7 +47,7 @@ constexpr std::size_t kNameBytes = 96;
 sockaddr_un address_of(const std::string& id, int rank, socklen_t& num_bytes) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  // The first byte is zero: a name without a file, which ends with its socket.
+  // The first byte is zero: an abstract name, which needs no file and ends with its socket.
   const std::string name = "weft-nccl-" + id + "-" + std::to_string(rank);
   std::memcpy(
       address.sun_path + 1, name.data(), std::min(name.size(), sizeof address.sun_path - 1));

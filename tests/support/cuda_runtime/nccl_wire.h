@@ -13,7 +13,7 @@ namespace weft::cuda_runtime {
 // A message to or from a rank. Both sides give the same `name`, which says what the call is.
 struct Transfer {
   int peer = 0;
-  void* bytes = nullptr;  // only read if it is sent
+  void* bytes = nullptr;  // written only if the message is received
   std::size_t num_bytes = 0;
   std::string name = {};
 };
@@ -28,7 +28,7 @@ struct Progress;
 
 class Wire {
  public:
-  // Connects to all ranks; returns when all have called it. `id` names the communicator.
+  // Connects to all ranks; returns when all have made the same call. `id` names the communicator.
   // Throws std::runtime_error on a time-out.
   Wire(const std::string& id, int rank, int num_ranks);
   ~Wire();

@@ -12,20 +12,20 @@
 // libcudart, so that torch's own dispatcher, caching allocator, streams and events run on it.
 // Device memory is the host's. README.md explains what it models.
 #define WEFT_EXPORTED __attribute__((visibility("default")))
-// A function of the runtime that a file defines.
+// Declares a function of CUDA or NCCL that this library defines instead.
 #define WEFT_CUDA_API extern "C" WEFT_EXPORTED
 
 namespace weft::cuda_runtime {
 
-// The environment of the process, read once. A delay can be changed later.
+// The environment of the process, read once. `delay_ms` can be changed later.
 struct Settings {
   int num_devices;        // WEFT_CUDA_RUNTIME_DEVICES
   std::size_t num_bytes;  // of a device's memory: WEFT_CUDA_RUNTIME_BYTES
-  // Milliseconds that work of a stream waits for the host, or another stream, to need it:
+  // Milliseconds that each work item of a stream waits, unless the host or another stream needs it:
   // WEFT_CUDA_RUNTIME_DELAY_MS. Without a delay the streams run in parallel.
   std::atomic<int> delay_ms;
   // Whether launches of kernels that have no version for the host are skipped, not an error:
-  // WEFT_CUDA_RUNTIME_SKIP_KERNELS. Then values are undefined, and memory and its use are not.
+  // WEFT_CUDA_RUNTIME_SKIP_KERNELS. Then all memory of devices is zero.
   bool skips_kernels;
 };
 Settings& settings();
@@ -33,13 +33,13 @@ Settings& settings();
 // ---- streams (streams.cpp) ---------------------------------------------------------------------
 
 // Appends work to a stream; it runs on the stream's own thread after all work before it. If the
-// stream is captured, the work becomes part of the graph. An exception that the work throws is the
-// result of all later calls, as an error of a kernel is.
+// stream is captured, the work becomes part of the graph. If the work throws an exception, all
+// later calls return an error, as after an error in a kernel.
 WEFT_EXPORTED void submit(cudaStream_t stream, std::function<void()> work);
 
 WEFT_EXPORTED bool is_captured(cudaStream_t stream);
 
-// Neither counts as a synchronisation.
+// These waits are not counted as synchronizations.
 WEFT_EXPORTED void wait_for_stream(cudaStream_t stream);
 void wait_for_device(int device);
 
@@ -50,11 +50,11 @@ int current_device();
 // Sets the error that cudaGetLastError() returns, and returns it.
 cudaError_t fail(cudaError_t error, const std::string& reason);
 
-// Sets the error of all later calls.
-void fail_for_ever(const std::string& reason);
+// Makes all later calls return an error with this reason.
+void fail_all_later_calls(const std::string& reason);
 
-// cudaSuccess, or the error of all calls: of work that failed, or of a process that was forked
-// after its parent had used CUDA.
+// Returns cudaSuccess, or the error that all calls return because work of a stream has failed, or
+// because this process was forked after its parent had used CUDA.
 cudaError_t status();
 
 // ---- counts (device.cpp) -----------------------------------------------------------------------
@@ -65,9 +65,9 @@ WEFT_EXPORTED void count(const std::string& name);
 }  // namespace weft::cuda_runtime
 
 // How often something happened: "synchronizations" (the host waited for a stream, an event or the
-// device), "allocations", "launches", "launch NAME" for one kernel, or "operator aten::NAME" for a
-// version for the host.
+// device), "allocations", "launches", "launch NAME" for one kernel, "nccl NAME" for one call of
+// NCCL, or "operator aten::NAME" for a version for the host.
 WEFT_CUDA_API int64_t weftCudaRuntimeCount(const char* name);
 
-// Sets the delay of work that no stream has begun, and returns the one before.
+// Sets the delay of work that no stream has begun, and returns the previous delay.
 WEFT_CUDA_API int weftCudaRuntimeSetDelay(int milliseconds);

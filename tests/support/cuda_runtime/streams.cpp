@@ -4,8 +4,8 @@
 // advances only slowly: each item waits for `delay_ms`, unless it is needed. The host needs the
 // items of a stream when it waits for the stream, for an event or for the device; a stream needs
 // the items of another one before an event that it waits for. So work that nothing orders runs as
-// late as possible: if a wait is missing, its reader runs first and reads other bytes; if memory is
-// freed while a stream still uses it, its next owner writes into it first.
+// late as possible: if a wait is missing, the reader runs first and reads old bytes; if memory is
+// freed while a stream still uses it, the next owner of the memory writes first.
 //
 // A captured stream appends to its graph in place of its queue. A graph is the list of its items in
 // the order of capture, which respects all of their dependencies; a launch runs the list as one
@@ -34,20 +34,20 @@ struct Stream;
 struct Event {
   bool has_timing = true;
   Stream* stream = nullptr;  // of the last record, or none
-  uint64_t position = 0;     // the number of the stream's items before the record
+  uint64_t position = 0;     // the number of the stream's items up to the record
   std::shared_ptr<Clock::time_point> time = std::make_shared<Clock::time_point>();
-  unsigned long long capture = 0;  // that the last record is part of, or none
+  unsigned long long capture = 0;  // the id of that of the last record, or 0
 };
 
 struct Graph {
   unsigned long long id = 0;
   std::vector<std::function<void()>> work = {};
-  std::set<Stream*> streams = {};  // that are captured
+  std::set<Stream*> streams = {};  // those that are captured
 };
 
 struct Work {
   std::function<void()> run = {};
-  // For a wait: the items of another stream that come before the event.
+  // For a wait: another stream, and the number of its items up to the event.
   Stream* needed_stream = nullptr;
   uint64_t needed_position = 0;
 };
@@ -61,19 +61,19 @@ struct Stream {
   uint64_t needed = 0;  // the number of items that a wait needs
   Graph* graph = nullptr;
   bool has_thread = false;
-  // Two for each of dozens of streams: its thread waits for work or to be needed,
-  // and others wait for its progress.
+  // The stream's thread waits until it has work or its work is needed (`changed`); others wait
+  // until its items are done (`progressed`).
   std::condition_variable changed = {};
   std::condition_variable progressed = {};
 };
 
-// The streams of the process. Never destroyed: their threads use it until the process ends.
+// The streams of the process. Never destroyed: the streams' threads use it until the process ends.
 struct State {
   std::mutex mutex;
   std::map<int, Stream*> default_streams;
   std::set<Stream*> streams;
   unsigned long long num_captures = 0;
-  std::map<unsigned long long, Graph*> captures;  // that have not ended, by id
+  std::map<unsigned long long, Graph*> captures;  // those that have not ended, by id
 };
 
 State& state() {
@@ -87,7 +87,7 @@ void need(Stream& stream, uint64_t position) {
   stream.changed.notify_one();
 }
 
-// With the mutex held by `lock`, which is released meanwhile.
+// REQUIRES: `lock` holds the mutex. It is released during the wait.
 void wait_until_done(std::unique_lock<std::mutex>& lock, Stream& stream, uint64_t position) {
   need(stream, position);
   stream.progressed.wait(lock, [&] { return stream.num_done >= position; });
@@ -110,7 +110,7 @@ void run_stream(Stream& stream) {
       try {
         if (status() == cudaSuccess) work.run();
       } catch (const std::exception& error) {
-        fail_for_ever(error.what());
+        fail_all_later_calls(error.what());
       }
       work.run = nullptr;
       lock.lock();
@@ -120,7 +120,7 @@ void run_stream(Stream& stream) {
   }
 }
 
-// With the mutex held.
+// REQUIRES: the mutex is held.
 Stream& stream_of(cudaStream_t handle) {
   if (handle != nullptr && handle != cudaStreamLegacy && handle != cudaStreamPerThread) {
     return *reinterpret_cast<Stream*>(handle);
@@ -134,7 +134,7 @@ Stream& stream_of(cudaStream_t handle) {
   return *own;
 }
 
-// With the mutex held.
+// REQUIRES: the mutex is held.
 void append(Stream& stream, Work work) {
   if (stream.graph != nullptr) {
     if (work.needed_stream == nullptr) stream.graph->work.push_back(std::move(work.run));
@@ -149,7 +149,8 @@ void append(Stream& stream, Work work) {
   stream.changed.notify_one();
 }
 
-// With the mutex held. Asking is not waiting: NCCL's process group asks all the time.
+// REQUIRES: the mutex is held. A query is not counted as a synchronization: NCCL's process group
+// queries all the time.
 cudaError_t query(const Stream& stream, uint64_t position) {
   return stream.num_done >= position ? status() : cudaErrorNotReady;
 }

@@ -3,7 +3,8 @@
 torchmetrics, which Lightning imports, imports these packages where they are installed. They take a third of the time
 that `import weft.lightning` takes, and users of weft need not have them.
 
-If the process has the CUDA runtime without a device, its operators are loaded, too: see `support.cuda_runtime`.
+If the process runs on the CUDA runtime without a device, the host's versions of CUDA operators are loaded after weft:
+see `support.cuda_runtime`.
 """
 
 import importlib.metadata

@@ -3,7 +3,7 @@
 // Memory of the device is the host's, so an operator for the CPU can run on it. The version of an
 // operator for CUDA allocates the results as torch would, on the current stream, and submits the
 // rest as work of that stream: the same operator for the CPU, on tensors that alias the CUDA
-// tensors' memory. As with kernels of a device, nothing keeps that memory alive but the caller.
+// tensors' memory. As with kernels of a device, only the caller keeps that memory alive.
 //
 // Shapes, dtypes and errors are known before the work runs, from the operator for meta tensors. An
 // operator without one, or with a result that depends on values, runs while the host waits.
@@ -71,7 +71,7 @@ at::Tensor alias_on_host(const at::Tensor& tensor) {
       tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
 }
 
-// Scalars in CPU memory are arguments of a kernel: their value is that of the launch.
+// Scalars in CPU memory are arguments of a kernel, which are read at its launch: they are copied.
 at::Tensor for_work(const at::Tensor& tensor) {
   if (tensor.is_cuda()) return alias_on_host(tensor);
   at::Tensor copied = tensor.clone();
@@ -87,8 +87,8 @@ at::Tensor for_shapes(const at::Tensor& tensor) {
 }
 
 // The statistics that norms save are float32 on CUDA, and of the input's dtype on the CPU, which
-// takes no mixture.
-bool takes_statistics(const c10::OperatorHandle& op) {
+// does not support two dtypes in one call.
+bool reads_statistics(const c10::OperatorHandle& op) {
   static const std::set<std::string> names{"aten::native_layer_norm_backward",
                                            "aten::native_group_norm_backward",
                                            "aten::native_batch_norm_backward"};
@@ -120,7 +120,7 @@ class Call {
 
   void run(Stack& stack) {
     replace_generator();
-    if (depends_on_values() || !know_shapes()) {
+    if (depends_on_values() || !infer_shapes()) {
       run_while_host_waits();
     } else {
       submit_work();
@@ -170,7 +170,7 @@ class Call {
   std::function<Stack()> work() const {
     Stack args;
     for (const c10::IValue& arg : args_) args.push_back(converted(arg, for_work));
-    const bool widens = takes_statistics(op_);
+    const bool widens = reads_statistics(op_);
     return [op = op_, args = std::move(args), seed = seed_, generator = generator_, widens] {
       const at::AutoDispatchBelowAutograd below;
       Stack stack = args;
@@ -187,9 +187,9 @@ class Call {
     return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
   }
 
-  // Sets the results to meta tensors. Returns whether that is known before the work has run: there
-  // is an operator for meta tensors, or no result is new.
-  bool know_shapes() {
+  // Sets the results to meta tensors. Returns whether the shapes of new results are known before
+  // the work has run: there is an operator for meta tensors, or no result is new.
+  bool infer_shapes() {
     try {
       results_ = results_for_shapes();
       return true;
@@ -204,7 +204,7 @@ class Call {
 
   // Runs the operator for meta tensors: errors, shapes of results, and resizes of `out` arguments.
   Stack results_for_shapes() const {
-    std::map<const c10::TensorImpl*, at::Tensor> seen;  // one for one: arguments may be the same
+    std::map<const c10::TensorImpl*, at::Tensor> seen;  // arguments may be the same tensor
     const Convert convert = [&](const at::Tensor& tensor) {
       at::Tensor& own = seen[tensor.unsafeGetTensorImpl()];
       if (!own.defined()) own = for_shapes(tensor);
@@ -262,7 +262,7 @@ class Call {
       }
     });
     if (depends_on_values()) {
-      C10_CUDA_CHECK(cudaStreamSynchronize(stream_));  // which counts
+      C10_CUDA_CHECK(cudaStreamSynchronize(stream_));  // counted
     } else {
       wait_for_stream(stream_);
     }
@@ -310,15 +310,15 @@ class Call {
 
 void run_on_host(const c10::OperatorHandle& op, Stack* stack) { Call(op, *stack).run(*stack); }
 
-// Lets the current stream of one device wait for what the current stream of another has to do.
+// Makes the current stream of one device wait for all work of the current stream of another.
 void wait_for_current(c10::Device waiting, c10::Device awaited) {
   at::cuda::CUDAEvent event;
   event.record(c10::cuda::getCurrentCUDAStream(awaited.index()));
   event.block(c10::cuda::getCurrentCUDAStream(waiting.index()));
 }
 
-// Copies between a device and the host are the runtime's; those that CUDA makes by a kernel are
-// not.
+// The runtime makes the copies between a device and the host. A copy for which CUDA may use a
+// kernel runs as an operator.
 at::Tensor& copy(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
   if (self.is_cuda() && from.is_cuda() && self.numel() > 0) {

@@ -13,7 +13,7 @@
 namespace weft::cuda_runtime {
 namespace {
 
-// Its version for the CPU draws from the default generator. The mask is that of bernoulli_().
+// The version for the CPU draws from the default generator. Here the mask is that of bernoulli_().
 std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& x,
                                                   double p,
                                                   std::optional<bool> is_training) {
@@ -23,7 +23,7 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& x,
   return {at::mul(at::mul(x, mask), p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
 
-// Its version for the CPU does not exist. x_hat = x * rstd; the mean is over the normalised dims.
+// The CPU has no version. x_hat = x * rstd; the mean is over the normalised dims.
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad_y,
                                                      const at::Tensor& x,
                                                      at::IntArrayRef normalized_shape,
