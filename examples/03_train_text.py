@@ -4,9 +4,9 @@
     python examples/03_train_text.py --devices 4          # one run
     python examples/03_train_text.py --devices 1 2 4 --size medium --steps 400 --plan examples/plan.yaml
 
-A device is a CPU process with one thread. With several device counts, each trains in a separate process tree, because
-a process group lives as long as its process, and the exit status is 1 if a limit of side_by_side.py is missed: on the
-difference from the first run or, from 150 steps on, on the loss.
+A device is a CPU process with one thread. Each of several device counts trains in a separate process tree, because a
+process group lives as long as its process. The exit status is then 1 if a run misses a limit of side_by_side.py: on its
+difference from the first run or, from 150 steps on, on its loss.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class LitTransformer(L.LightningModule):
 
 def train(args: argparse.Namespace) -> None:
     """Train on this rank; Lightning starts the other ranks' processes with the same command line."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning chooses a number by the device count
+    os.environ["OMP_NUM_THREADS"] = "1"  # otherwise Lightning chooses a number by the device count
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     warnings.filterwarnings("ignore", ".*treespec.*is deprecated.*")  # Lightning's own use of torch

@@ -4,7 +4,7 @@
     python examples/06_fabric.py --steps 40 --resume /tmp/half --devices 2 --layout tp2
 
 On CPU a device is a process with one thread. The losses are those of one device for every layout, because every
-step takes the same windows of the text, divided over the data-parallel ranks.
+step uses the same windows of the text, divided over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=4, help="number of processes")
     parser.add_argument("--layout", default="dp2,tp2", help="sizes of the mesh's axes rep, dp and tp")
-    parser.add_argument("--zero-stage", type=int, default=3, help="what is sharded over dp: 0 nothing to 3 all")
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps, those before --resume included")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--zero-stage", type=int, default=3, help="what is sharded over dp: from 0, nothing, to 3, all")
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps, including those before --resume")
+    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches per step and data-parallel rank")
     parser.add_argument("--save", type=Path, help="write a checkpoint here at the end")
-    parser.add_argument("--resume", type=Path, help="go on from this checkpoint, of any layout")
+    parser.add_argument("--resume", type=Path, help="resume from this checkpoint, which may be of another layout")
     args = parser.parse_args()
     if min(args.devices, args.steps, args.accumulate) < 1:
         parser.error("--devices, --steps and --accumulate take numbers from 1 up.")

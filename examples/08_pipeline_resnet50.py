@@ -1,4 +1,4 @@
-"""ResNet-50 in two pipeline stages, cut to balance measured layer times; losses are compared with those of one process.
+"""ResNet-50 in two pipeline stages that balance measured layer times; losses are compared with those of one process.
 
     python examples/08_pipeline_resnet50.py [--schedule zero_bubble] [--micro-batches 4] [--picture timeline.svg]
 
@@ -104,10 +104,10 @@ def train_unsplit(model: torch.nn.Module, batch: tuple[Tensor, Tensor], num_micr
     for _ in range(STEPS):
         optimizer.zero_grad()
         micro_batches = zip(*(tensor.chunk(num_micro_batches) for tensor in batch), strict=True)
-        shares = [loss_of(model, micro_batch) / num_micro_batches for micro_batch in micro_batches]
-        torch.stack(shares).sum().backward()
+        scaled_losses = [loss_of(model, micro_batch) / num_micro_batches for micro_batch in micro_batches]
+        torch.stack(scaled_losses).sum().backward()
         optimizer.step()
-        losses.append(sum(share.item() for share in shares))
+        losses.append(sum(loss.item() for loss in scaled_losses))
     return losses
 
 

@@ -2,7 +2,7 @@
 
     python examples/09_pipeline_lm.py [--steps 20] [--schedule 1f1b] [--micro-batches 4]
 
-Prints the losses beside those of one device, and the number of parameters on each rank. Exits with 1 if losses differ.
+Prints the losses next to those of one device, and the number of parameters on each rank. Exits with 1 if losses differ.
 """
 
 from __future__ import annotations

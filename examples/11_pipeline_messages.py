@@ -34,7 +34,7 @@ def main() -> int:
         mp.spawn(run_rank, (folder,), NUM_STAGES)
         result = json.loads(Path(folder, "result.json").read_text())
     for stage, difference in enumerate(result):
-        print(f"stage {stage}: largest difference of a gradient from the full model's: {difference:.1e}")
+        print(f"stage {stage}: largest difference of a gradient from the unsplit model's: {difference:.1e}")
     return 0 if max(result) <= TOLERANCE else 1
 
 
@@ -52,13 +52,13 @@ def micro_batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return a micro-batch's summand in the mean loss over the samples of all micro-batches."""
+    """Return a micro-batch's contribution to the mean loss over the samples of all micro-batches."""
     return F.cross_entropy(logits, targets, reduction="sum") / sum(BATCH_SIZES)
 
 
 def train_first_stage(stage: nn.Module, group: str) -> None:
     tokens = [weft.ops.pipeline_send([stage(x)], peer=1, channel=0, group_name=group) for x, _ in micro_batches()]
-    # This stage has no loss: a zero stands in for it, whose backward waits for the gradients of all sent tensors.
+    # This stage has no loss. The backward of a zero, joined with the tokens, waits for all gradients of sent tensors.
     weft.ops.join(torch.zeros(()), tokens).backward()
 
 

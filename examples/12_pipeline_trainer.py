@@ -122,9 +122,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layout", default="pp2", help="'pp2', 'pp2,tp2', ...; 'none': one device, without weft")
     parser.add_argument("--schedule", default="1f1b", choices=["naive", "gpipe", "1f1b", "zero_bubble"])
-    parser.add_argument("--epochs", type=int, default=2, help="those before --resume included")
+    parser.add_argument("--epochs", type=int, default=2, help="epochs, including those before --resume")
     parser.add_argument("--save", type=Path, help="write a checkpoint here at the end")
-    parser.add_argument("--resume", type=Path, help="go on from this checkpoint, of any layout")
+    parser.add_argument("--resume", type=Path, help="resume from this checkpoint, which may be of another layout")
     parser.add_argument("--picture", type=Path, help="draw the timeline of the last validation batch here")
     args = parser.parse_args()
     if not re.fullmatch(r"none|pp\d+(,tp\d+)?", args.layout):

@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.n_heads = args.n_heads  # tensor parallelism sets it to the heads of this rank
+        self.n_heads = args.n_heads  # tensor parallelism sets it to this rank's number of heads
         self.head_dim = args.dim // args.n_heads
         self.wq = nn.Linear(args.dim, args.dim, bias=False)
         self.wk = nn.Linear(args.dim, args.dim, bias=False)

@@ -57,9 +57,9 @@ class Documentation(L.LightningDataModule):
     """Random windows of Python's documentation.
 
     Args:
-        num_steps: steps of an epoch.
-        batch_size: windows of a step, over all ranks.
-        seq_len: bytes of a window; the model's max_seq_len at most.
+        num_steps: steps per epoch.
+        batch_size: windows per step, over all ranks.
+        seq_len: bytes per window; at most the model's max_seq_len.
     """
 
     def __init__(self, num_steps: int = 200, batch_size: int = 16, seq_len: int = 128) -> None:

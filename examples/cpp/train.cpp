@@ -90,7 +90,7 @@ at::Tensor train(const Model& model) {
     parameter.requires_grad_();
   }
   torch::optim::SGD optimizer(parameters, kLearningRate);
-  // The target of each token is three further in the vocabulary.
+  // The target of a token is the one that is three further in the vocabulary.
   const at::Tensor tokens = at::arange(kNumTokens) * 7 % kVocab;
   const at::Tensor targets = (tokens + 3) % kVocab;
   at::Tensor losses = at::empty({kNumSteps}, at::kDouble);

@@ -54,26 +54,26 @@ cuda = _Namespace(
         (fake_torch("2.11.0+cu130", "13.0", False), "gpu", "torch 2.11.0+cu130 for CUDA 13.0 finds no usable GPU"),
     ],
 )
-def test_torch_that_cannot_be_used(tmp_path: Path, torch_module: str, requirement: str, sentence: str) -> None:
+def test_unusable_torch_is_reported(tmp_path: Path, torch_module: str, requirement: str, sentence: str) -> None:
     found = machine.examine(environment_with(tmp_path, torch_module=torch_module, nvcc="13.0"))
     assert sentence in found.missing[requirement]
     assert "nvcc" not in found.missing
 
 
-def test_nothing_is_missing_of_torch_with_a_gpu(tmp_path: Path) -> None:
+def test_usable_torch_with_a_gpu_lacks_nothing(tmp_path: Path) -> None:
     environment = environment_with(tmp_path, torch_module=fake_torch("2.11.0+cu130", "13.0", True), nvcc="13.2")
     found = machine.examine(environment)
     assert not {"torch", "gpu", "nvcc"} & set(found.missing)
     assert found.facts["capability"] == [9, 0] and found.facts["nvcc"] == "13.2" and found.facts["gpu"] == "H100"
 
 
-def test_nvcc_of_another_major(tmp_path: Path) -> None:
+def test_nvcc_of_another_major_release_is_reported(tmp_path: Path) -> None:
     environment = environment_with(tmp_path, torch_module=fake_torch("2.11.0+cu130", "13.0", True), nvcc="12.9")
     sentence = machine.examine(environment).missing["nvcc"]
     assert sentence.startswith("got nvcc 12.9 and torch for CUDA 13.0; both must have the same major release")
 
 
-def test_tools_and_modules_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_and_modules_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "MODULES", {"nothing_of_this_name": "nothing-of-this-name"})
     monkeypatch.setattr(machine, "tool", lambda name, environment: None)
     monkeypatch.setattr(machine, "cuda_tool", lambda name, environment: None)
@@ -112,7 +112,7 @@ NOWHERE = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY
 
 
 def test_build_configures_offline(tmp_path: Path) -> None:
-    """As `make gpu` would for an H100: sm_90 only, no tests, nothing in the source tree."""
+    """Configures as `make gpu` would for an H100: sm_90 only, no tests, nothing in the source tree."""
     nvcc = machine.cuda_tool("nvcc", os.environ)
     cuda = nvcc is not None and torch.version.cuda is not None
     environment = build.build_environment("9.0" if cuda else None, {**os.environ, **NOWHERE})
@@ -136,7 +136,7 @@ def test_build_configures_offline(tmp_path: Path) -> None:
 
 
 def test_package_folder_is_importable(tmp_path: Path) -> None:
-    """The Python files of the folder and the libraries of this environment's build."""
+    """Combines the Python files of the folder with the libraries of this environment's build."""
     site = build.site_of(tmp_path)
     build.lay_out_packages(site)
     for target, source in (("weft", "ops/python"), ("weft/strategy", "strategy/python")):
@@ -168,7 +168,7 @@ def test_package_folder_is_importable(tmp_path: Path) -> None:
 
 
 def test_make_uses_the_python_of_the_caller(tmp_path: Path) -> None:
-    """Not that of .venv, which other targets put first on PATH."""
+    """Not the Python of .venv, which other targets put first on PATH."""
     fake = tmp_path / "python3"
     fake.write_text('#!/bin/sh\necho "fake $@"\n')
     fake.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The parts of `make gpu` run on a CPU with small sizes, and its page has their figures."""
+"""The parts of `make gpu` run on a CPU with small sizes, and the page of its results has their figures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_python(*arguments: str, timeout: float = 300) -> subprocess.CompletedPro
     )
 
 
-def test_smoke(tmp_path: Path) -> None:
+def test_smoke_passes_on_a_cpu(tmp_path: Path) -> None:
     output = tmp_path / "smoke.json"
     run = run_python("-m", "gpu.smoke", "--device", "cpu", "--output", str(output))
     assert run.returncode == 0, run.stdout + run.stderr
@@ -82,7 +82,7 @@ def test_suite_of_the_sanitizer_calls_every_kernel(tmp_path: Path) -> None:
     assert json.loads(output.read_text())["calls"] > 500
     code = "import torch, gpu.kernel_calls as k; print(*{call.name for call in k.kernel_calls(torch.float32)})"
     called = {f"_{name}" for name in run_python("-c", code).stdout.split()}
-    # The private operators that the header of each launch file stands for.
+    # The private operators that call the launches which the headers declare.
     launched = set()
     for header in (ROOT / "kernels" / "cuda").glob("*_launch.h"):
         launched |= set(re.findall(r"^\w+ launch_(\w+)\(", header.read_text(), re.MULTILINE))
@@ -113,7 +113,7 @@ echo '{"calls": 12}' > "$2"
         ("echo '========= Error: device not supported'", None, 1),
     ],
 )
-def test_reports_of_the_sanitizer(
+def test_reports_of_the_sanitizer_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, errors: int | None, status: int
 ) -> None:
     sanitizer = tmp_path / "compute-sanitizer"
@@ -130,7 +130,7 @@ def test_reports_of_the_sanitizer(
 
 @pytest.fixture(scope="module")
 def step(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Return the report of benchmarks/block_step.py with weft's plan alone, and its trace."""
+    """Return the report of benchmarks/block_step.py for the variant "weft" only, and its trace."""
     folder = tmp_path_factory.mktemp("step")
     small = ["--device", "cpu", "--model", "tiny", "--tokens", "8", "--samples", "2", "--variants", "weft", "--json"]
     files = ["--output", str(folder / "step.json"), "--trace", str(folder / "trace.json.gz")]
@@ -140,7 +140,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     return json.loads(run.stdout), folder / "trace.json.gz"
 
 
-def test_step_of_blocks(step: tuple[dict[str, Any], Path]) -> None:
+def test_step_runs_the_operators_of_weft(step: tuple[dict[str, Any], Path]) -> None:
     report, trace = step
     assert set(report["variants"]) == {"eager", "weft"} and report["failed"] == {}
     names = {each["name"] for each in report["variants"]["weft"]["longest_kernels"]}
@@ -171,8 +171,8 @@ def test_committed_page_is_that_of_the_committed_results() -> None:
     assert ("Not run yet" in text) == (report is None)
 
 
-def test_short_run_on_a_cpu(tmp_path: Path) -> None:
-    """All parts but the build, as a rehearsal: the tests are those that need no GPU."""
+def test_all_parts_but_the_build_pass_on_a_cpu(tmp_path: Path) -> None:
+    """The part "tests" runs those that need no GPU."""
     out = tmp_path / "out"
     options = ["--short", "--device", "cpu", "--installed", "--out", str(out), "--work", str(tmp_path / "work")]
     run = run_python(str(BENCHMARKS / "gpu"), *options, "--seconds", "540", timeout=570)

@@ -1,4 +1,4 @@
-"""`make gpu`: limits, failures that stop nothing, results that are written as they come, bounded files."""
+"""`make gpu`: time limits, parts that fail without stopping others, results after each part, bounded files."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_failures_do_not_stop_later_parts(tmp_path: Path) -> None:
     assert "==== Fails ====\nreason\n" in log and "==== Good ====" in log
 
 
-def test_all_parts_passed(tmp_path: Path) -> None:
+def test_run_passes_if_all_parts_pass(tmp_path: Path) -> None:
     assert run_of(tmp_path, [python_part("one", "pass"), python_part("two", "pass")]).run()
 
 
-def test_results_are_written_as_they_come(tmp_path: Path) -> None:
+def test_results_are_written_after_each_part(tmp_path: Path) -> None:
     """The second part sees the result of the first one, and itself as not run."""
     out = tmp_path / "out"
     first = python_part("first", "pass", collect=lambda work: {"figure": 7})
@@ -77,7 +77,7 @@ def test_result_of_a_part_that_reached_its_limit_is_kept(tmp_path: Path) -> None
 
 
 def test_no_process_survives_the_limit(tmp_path: Path) -> None:
-    """Also not a process in a session of its own that ignores SIGTERM, whose parent has ended."""
+    """The process has its own session, ignores SIGTERM, and its parent has ended."""
     pid_file = tmp_path / "pid"
     child = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -101,8 +101,8 @@ def test_no_process_survives_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "remaining", "limit"),
     [
-        (0, 100.0, 50.0),  # 100 less the shares of the others
-        (1, 70.0, 40.0),  # 50 are left after the third part's share, more than it may take
+        (0, 100.0, 50.0),  # 100 less the shares of the other parts
+        (1, 70.0, 40.0),  # 50 are left after the third part's share, more than the part's maximum of 40
         (1, 35.0, 15.0),
         (2, 20.0, 20.0),
     ],
@@ -151,7 +151,7 @@ def test_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     noisy = python_part("noisy", "print('a' * 99_999 + 'b' * 2_000_000 + 'c' * 900_000)")
     chosen = [
         python_part("writes", code, files=files),
-        python_part("tells", "pass", collect=lambda work: {"x": "y" * 600}),
+        python_part("large", "pass", collect=lambda work: {"x": "y" * 600}),
         noisy,
     ]
     assert not run_of(tmp_path, chosen).run()
@@ -161,7 +161,7 @@ def test_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "large.gz has 1001 bytes, more than 1000, and is left out.",
         "absent.gz was not written.",
     ]
-    assert rows["tells"]["status"] == "failed" and "more than 500" in str(rows["tells"]["reason"])
+    assert rows["large"]["status"] == "failed" and "more than 500" in str(rows["large"]["reason"])
     log = (out / "log.txt").read_text()
     assert len(log) < 1_010_000 and "bytes left out" in log and log.rstrip().endswith("c" * 899_000)
 

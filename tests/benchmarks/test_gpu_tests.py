@@ -133,8 +133,8 @@ def test_no_record_without_a_session(tmp_path: Path) -> None:
     assert test_records.collect(tmp_path) is None
 
 
-def test_files_hold_every_cuda_test() -> None:
-    """The files are found by their text; pytest's own selection must not have others."""
+def test_every_file_with_a_cuda_test_is_found() -> None:
+    """`files_with_cuda_tests` searches the text of files; pytest must select no test in another file."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "cuda", "-n", "0", "tests"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
     selected = {line.partition("::")[0] for line in run.stdout.splitlines() if "::" in line}

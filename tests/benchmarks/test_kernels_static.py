@@ -124,11 +124,11 @@ def sass_of(functions: dict[tuple[str, str], str]) -> str:
         ),
     ],
 )
-def test_kernel_names(mangled: str, name: str) -> None:
+def test_mangled_names_become_kernel_names(mangled: str, name: str) -> None:
     assert kernels_binary.kernel_name(kernels_binary.demangle(mangled)) == name
 
 
-def test_resources_are_without_reserved_shared_memory() -> None:
+def test_resources_exclude_reserved_shared_memory() -> None:
     assert kernels_binary.parse_resources(RESOURCES) == {
         ("sm_80", RELU): (48, 0, 0),
         ("sm_90", RELU): (45, 0, 0),
@@ -137,7 +137,7 @@ def test_resources_are_without_reserved_shared_memory() -> None:
 
 
 @pytest.mark.parametrize(("body", "counts"), [(ELEMENTWISE, ELEMENTWISE_COUNTS), (ROWS, ROWS_COUNTS)])
-def test_instructions_of_main_loops(body: str, counts: kernels_binary.Code) -> None:
+def test_instructions_of_main_loops_are_counted(body: str, counts: kernels_binary.Code) -> None:
     [instructions] = kernels_binary.parse_sass(sass_of({("sm_90", "f"): body}).splitlines()).values()
     assert kernels_binary.analyse(instructions) == counts
 
@@ -152,7 +152,7 @@ def test_instructions_of_main_loops(body: str, counts: kernels_binary.Code) -> N
         ([[1], [2, 4], [3], [2, 1], []], [{2, 3}]),
     ],
 )
-def test_innermost_loops(successors: list[list[int]], loops: list[set[int]]) -> None:
+def test_innermost_loops_are_found(successors: list[list[int]], loops: list[set[int]]) -> None:
     assert sorted(innermost_loops(successors), key=min) == loops
 
 
@@ -170,7 +170,9 @@ def test_innermost_loops(successors: list[list[int]], loops: list[set[int]]) -> 
         ("sm_90", 16, 32, 0, 32, "blocks"),
     ],
 )
-def test_occupancy(arch: str, registers: int, threads: int, shared_bytes: int, blocks: int, limit: str) -> None:
+def test_occupancy_is_that_of_cuda(
+    arch: str, registers: int, threads: int, shared_bytes: int, blocks: int, limit: str
+) -> None:
     limits = kernels_occupancy.LIMITS[arch]
     expected = kernels_occupancy.Occupancy(blocks, blocks * threads / 2048, limit)
     assert kernels_occupancy.occupancy_of(registers, threads, shared_bytes, limits) == expected
@@ -200,7 +202,7 @@ def run_main(
     nvcc: str = "13.0.88",
     accepted: dict[str, int] | None = None,
 ) -> int:
-    """Return the exit status for a library of which cuobjdump prints these texts; the golden file is that of SASS."""
+    """Return the exit status for a library for which cuobjdump prints these texts; the golden file matches SASS."""
 
     def texts(sass: str, resources: str, nvcc: str) -> None:
         def output(option: str, library: Path, folder: str | None = None) -> str:
@@ -286,7 +288,9 @@ def test_check_of_another_compiler_ignores_registers(
     assert f"{ROW_NAME}: stores_128 0, expected 1 with nvcc 13.0.88.\n" in capsys.readouterr().err
 
 
-def test_accepted_spills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_accepted_spills_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     accepted = {ROW_NAME: 8}
     assert run_main(monkeypatch, tmp_path, "--check", sass=SPILL, resources=STACK, accepted=accepted) == 0
     larger = STACK.replace("STACK:8", "STACK:16")
@@ -313,7 +317,9 @@ def test_table_has_a_row_for_the_widest_pack(
     assert [row["kernel"][-2:] for row in rows] == ["x1", "x4", "x8"]
 
 
-def test_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_write_stores_figures_but_accepts_no_new_spill(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written = tmp_path / "page.md"
     written.write_text(f"before\n\n{kernels_static.BEGIN}\n\nold\n\n{kernels_static.END}\nafter\n")
     monkeypatch.setattr(kernels_static, "PAGE", written)

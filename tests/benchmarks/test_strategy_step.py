@@ -25,7 +25,7 @@ print(json.dumps(rows_of(Size(32, 16, 2, num_layers=2), sys.argv[1], 2)))
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
-def test_small_row(layout: str) -> None:
+def test_small_row_has_all_figures(layout: str) -> None:
     result = run_process([sys.executable, "-c", SMALL, layout], env=ENVIRONMENT, timeout=200, warm_processes=1)
     assert result.returncode == 0, result.stderr[-3000:]
     stock, ours = json.loads(result.stdout.splitlines()[-1])
@@ -53,7 +53,7 @@ print(*failures(rows), sep="\\n")
 """
 
 
-def test_failures_below_limits() -> None:
+def test_rows_beyond_limits_are_failures() -> None:
     result = run_process([sys.executable, "-c", FAILURES], env=ENVIRONMENT, timeout=100, warm_processes=1)
     assert result.stdout.splitlines() == [
         "tp2, dim 128, weft: 0.600 of stock's time, wanted 0.5 (noise 0.050).",

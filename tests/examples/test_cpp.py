@@ -1,4 +1,4 @@
-"""The C++ examples, built against an installed weft and run on NUM_RANKS processes, give the numbers of Python."""
+"""The C++ examples, built against an installed weft and run on NUM_RANKS processes, give the same numbers as Python."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def programs() -> Path:
     """Return the folder of the built programs. It is kept between runs, so that only changes are compiled."""
     prefix = install(BUILD / "installed" / "examples")
     build = BUILD / "installed" / "examples_build"
-    # Without debug information, which takes longer to write than the code.
+    # Without debug information, which takes longer to write than the code takes.
     build_project(EXAMPLES / "cpp", build, prefix, "-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0")
     return build
 

@@ -28,16 +28,15 @@ from weft.strategy.planning.layout import Sizes
 
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
 
-
-# They import packages that other processes of the tests do not see; the last two draw.
+# These examples import packages that `support/without_optional` hides from other processes; the last two draw.
 WITH_OPTIONAL_PACKAGES = {"05_huggingface.py", "08_pipeline_resnet50.py", "12_pipeline_trainer.py"}
 
 
 def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0, warm_ranks: int = 0) -> str:
-    """Run an example to completion and return its stdout; fail if a process of it is still running.
+    """Run an example to completion and return its stdout; fail if one of its processes is still running.
 
-    warm_ranks: run it, as torchrun would, on this many ranks that have already imported torch and Lightning, and return
-        the stdout of rank 0. At least one run of each example starts it as a command.
+    warm_ranks: run the example, as torchrun would, on this many ranks that have already imported torch and Lightning;
+        the stdout is that of rank 0. With 0, start the example as a command, as at least one run of each example must.
     """
     if warm_ranks:
         case = {"path": str(EXAMPLES / name), "arguments": list(arguments), "cwd": str(cwd)}

@@ -3,11 +3,12 @@
     PYTHONPATH=tests python tests/soak/kernel_mutations.py [--only NAME ...] [--jobs 2] [--json]
 
 The faults are listed in tests/soak/mutations. Each is planted in a copy of kernels/; only the launch files that include
-the mutated file are compiled, and the tests of these kernels run in ctest's thread orders up to the first failure. Prints
-a line for each mutation: found, with the order, the test and the sanitizer's error; or survived, with the reason. Needs
-an up-to-date build in build/dev. Exits with 1 if a mutation survives without a listed reason, if one with a reason is
-found, if one does not compile, if the tests fail without a mutation, or if less than 95 % of the mutations that are not
-equivalent are found.
+the mutated file are compiled, and the tests of these kernels run in ctest's thread orders up to the first failure.
+Prints a line for each mutation: found, with the order, the test and the sanitizer's error, or survived, with a reason.
+Needs an up-to-date build in build/dev.
+
+Exits with 1 if a mutation survives without a listed reason, if one with a reason is found, if one does not compile, if
+the tests fail without a mutation, or if less than 95 % of the mutations that are not equivalent are found.
 """
 
 from __future__ import annotations

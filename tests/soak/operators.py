@@ -72,8 +72,8 @@ def main() -> int:
         outcomes: Counter[str] = Counter()
         failures, seed = {}, args.seed
         for num_ranks, count in num_sets.items():
-            of_size, failures[num_ranks] = soak(operator, num_ranks, seed, count, args.device, backend)
-            outcomes += of_size
+            counts, failures[num_ranks] = soak(operator, num_ranks, seed, count, args.device, backend)
+            outcomes += counts
             seed += count
         num_failed += sum(len(seeds) for seeds in failures.values())
         print(json.dumps({"soak": operator, **outcomes, "failed_seeds": failures}), flush=True)

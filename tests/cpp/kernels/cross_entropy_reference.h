@@ -34,7 +34,7 @@ inline Statistics statistics(const std::vector<double>& logits, int64_t column) 
   return result;
 }
 
-// Of a row of the full vocabulary.
+// The normalizers of one row of the full vocabulary.
 struct Normalizers {
   double largest;
   double log_sum;  // of exp(logit - largest)

@@ -99,7 +99,7 @@ class Grid {
       stacks.reset(new char[num_stacks * kStackBytes]);  // NOLINT: not set to zero
     }
     stacks_ = stacks.get();
-    // Of exactly the launch's size, so that the address sanitizer finds accesses beyond it.
+    // Exactly as large as the launch needs, so that the address sanitizer finds accesses beyond it.
     shared_ = std::make_unique<char[]>(launch.shared_bytes);
     shared_bytes_ = launch.shared_bytes;
     indices.block_size = launch.block_size;
