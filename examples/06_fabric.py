@@ -40,7 +40,7 @@ def train(args: argparse.Namespace) -> None:
     if args.resume is not None:
         fabric.load(args.resume, state)
 
-    num_micro_batches = args.accumulate * strategy.data_axes.size  # of a step, summed over data-parallel ranks
+    num_micro_batches = args.accumulate * strategy.data_axes.size  # per step, over all data-parallel ranks
     if BATCH_SIZE % num_micro_batches:
         raise ValueError(
             f"{args.accumulate} micro-batches on {strategy.data_axes.size} data-parallel ranks do not divide a batch "

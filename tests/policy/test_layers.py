@@ -104,6 +104,6 @@ def test_strategy_does_not_import_lightning() -> None:
 
 
 def test_repository_folders_are_not_packages() -> None:
-    """In the root folder, `import ops` must not create a second module object beside `weft`."""
+    """In the root folder, `import ops` must not load modules of weft a second time, under another name."""
     for folder in ("ops", "strategy", "lightning_plugin", "kernels", "examples", "benchmarks"):
         assert not (ROOT / folder / "__init__.py").exists(), folder

@@ -12,7 +12,7 @@ from support.processes import ProcessTree, run_process
 
 ADDRESSES = ("10.87.0.1", "10.87.0.2")
 INTERFACES = ("weft0", "weft1")
-# The namespaces and the veth pair exist until the shell that runs this ends.
+# The namespaces and the veth pair exist until the shell that runs this script ends.
 SETUP = """
 set -e
 ip link set lo up

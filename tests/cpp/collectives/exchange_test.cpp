@@ -11,7 +11,8 @@
 namespace weft::collectives::testing {
 namespace {
 
-class Exchange : public ::testing::TestWithParam<std::tuple<std::string, int64_t>> {
+class CollectivesMatchReferences
+    : public ::testing::TestWithParam<std::tuple<std::string, int64_t>> {
  protected:
   std::string hosts() const { return std::get<0>(GetParam()); }
   int num_ranks() const { return static_cast<int>(hosts().size()); }
@@ -28,7 +29,7 @@ class Exchange : public ::testing::TestWithParam<std::tuple<std::string, int64_t
   }
 };
 
-TEST_P(Exchange, AllReduce) {
+TEST_P(CollectivesMatchReferences, AllReduce) {
   run([&](Group& group, int rank) {
     Values values = values_of(rank, size());
     for (int repeat = 0; repeat < 3; ++repeat) {
@@ -45,7 +46,7 @@ TEST_P(Exchange, AllReduce) {
   });
 }
 
-TEST_P(Exchange, Reduce) {
+TEST_P(CollectivesMatchReferences, Reduce) {
   run([&](Group& group, int rank) {
     Values values = values_of(rank, size());
     complete(group,
@@ -59,7 +60,7 @@ TEST_P(Exchange, Reduce) {
   });
 }
 
-TEST_P(Exchange, ReduceScatterOfUnevenSegments) {
+TEST_P(CollectivesMatchReferences, ReduceScatterOfUnevenSegments) {
   run([&](Group& group, int rank) {
     std::vector<Values> segments;
     std::vector<Input> inputs;
@@ -76,7 +77,7 @@ TEST_P(Exchange, ReduceScatterOfUnevenSegments) {
 
 // The largest segment is that of rank 0, then that of rank 1; those of other even ranks are empty.
 // Round 1 has equal segments, so that the slot size changes.
-TEST_P(Exchange, ReduceScatterOfSegmentsThatChangeFromCallToCall) {
+TEST_P(CollectivesMatchReferences, ReduceScatterOfSegmentsThatChangeFromCallToCall) {
   const auto segment_size = [&](int peer, int round) -> int64_t {
     if (round == 1) return size();
     return peer == round / 2 ? 3 * size() + 1 : (peer % 2) * (peer + 7);
@@ -97,7 +98,7 @@ TEST_P(Exchange, ReduceScatterOfSegmentsThatChangeFromCallToCall) {
   });
 }
 
-TEST_P(Exchange, AllGatherOfUnevenInputs) {
+TEST_P(CollectivesMatchReferences, AllGatherOfUnevenInputs) {
   run([&](Group& group, int rank) {
     Values values = values_of(rank, size() + rank);
     std::vector<Values> results;
@@ -113,7 +114,7 @@ TEST_P(Exchange, AllGatherOfUnevenInputs) {
   });
 }
 
-TEST_P(Exchange, Broadcast) {
+TEST_P(CollectivesMatchReferences, Broadcast) {
   run([&](Group& group, int rank) {
     Values values = values_of(rank, size());
     complete(group, broadcast_call({DType::kFloat32, {size()}}, output(values), root(), rank));
@@ -121,7 +122,7 @@ TEST_P(Exchange, Broadcast) {
   });
 }
 
-TEST_P(Exchange, GatherAndScatter) {
+TEST_P(CollectivesMatchReferences, GatherAndScatter) {
   run([&](Group& group, int rank) {
     Values values = values_of(rank, size());
     std::vector<Values> all;
@@ -143,7 +144,7 @@ TEST_P(Exchange, GatherAndScatter) {
   });
 }
 
-TEST_P(Exchange, AllToAllWithSplits) {
+TEST_P(CollectivesMatchReferences, AllToAllWithSplits) {
   run([&](Group& group, int rank) {
     std::vector<Values> sent;
     std::vector<Values> received;
@@ -163,7 +164,7 @@ TEST_P(Exchange, AllToAllWithSplits) {
   });
 }
 
-TEST_P(Exchange, CollectivesInFlightKeepTheirOrder) {
+TEST_P(CollectivesMatchReferences, CollectivesInFlightKeepTheirOrder) {
   run([&](Group& group, int rank) {
     std::vector<Values> values(20, values_of(rank, size()));
     std::vector<OperationPtr> pending;
@@ -183,13 +184,13 @@ TEST_P(Exchange, CollectivesInFlightKeepTheirOrder) {
 
 INSTANTIATE_TEST_SUITE_P(
     Ranks,
-    Exchange,
+    CollectivesMatchReferences,
     ::testing::Combine(
         ::testing::Values("a", "aa", "aaa", "aaaa", "aaaaa", "ab", "abc", "aab", "abab", "abbca"),
         ::testing::Values(0, 1, 7, 4096, 50001)));
 
 // The input is built in staging memory acquired from the group; 50001 floats do not fit there.
-TEST_P(Exchange, AllReduceFromScratch) {
+TEST_P(CollectivesMatchReferences, AllReduceFromScratch) {
   run([&](Group& group, int rank) {
     int num_acquired = 0;
     for (int repeat = 0; repeat < 5; ++repeat) {

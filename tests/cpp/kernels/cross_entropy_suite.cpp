@@ -198,7 +198,7 @@ class CrossEntropyCases : public CrossEntropyKernels, public ::testing::WithPara
     switch (c.layout) {
       case Layout::kTransposed:
         return finish(at::randn({c.size, rows}, at::kDouble)).t();
-      case Layout::kSliced:  // rows lie apart and are not aligned for vector loads
+      case Layout::kSliced:  // rows have gaps between them and are not aligned for vector loads
         return finish(at::randn({rows, c.size + 2}, at::kDouble)).narrow(1, 1, c.size);
       case Layout::kContiguous:
         break;

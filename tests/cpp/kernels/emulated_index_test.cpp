@@ -1,5 +1,5 @@
 // Arrays of more than 2^31 elements, on the emulator: their memory is reserved, not committed, and
-// of each grid only the first and the last block run. The last elements must equal the results
+// only the first and the last block of each grid run. The last elements must equal the results
 // of the same kernel for an array of only these elements.
 #include "activation_launch.h"
 #include "cross_entropy_launch.h"

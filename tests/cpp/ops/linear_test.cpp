@@ -1,4 +1,4 @@
-// Compares column_linear and row_linear with the unsharded layer, ranks as threads.
+// Compares column_linear and row_linear with the unsharded layer. Ranks are threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 

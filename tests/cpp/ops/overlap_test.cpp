@@ -1,4 +1,4 @@
-// The choice between unchunked and chunked communication, from C++; ranks as threads.
+// The choice between unchunked and chunked communication, from C++. Ranks are threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 

@@ -1,5 +1,5 @@
 // Messages over links whose backends behave like NCCL: no tags, batches are matched in the order of
-// sending, and nothing is sent outside of a batch. Ranks as threads.
+// sending, and nothing is sent outside of a batch. Ranks are threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 

@@ -1,4 +1,4 @@
-// Pipeline messages from C++: compares stages with the full model; ranks as threads.
+// Pipeline messages from C++: compares stages with the full model. Ranks are threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 

@@ -1,5 +1,5 @@
 // Compares the operators of sequence parallelism, sharded_linear and the vocabulary-parallel losses
-// with the unsharded computation; ranks as threads.
+// with the unsharded computation. Ranks are threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 

@@ -1,4 +1,4 @@
-// Compares vocab_parallel_embedding with the unsharded table, ranks as threads.
+// Compares vocab_parallel_embedding with the unsharded table. Ranks are threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 
@@ -13,7 +13,7 @@ namespace {
 
 class VocabParallelEmbedding : public ::testing::TestWithParam<int> {};
 
-// 5 rows: uneven on 2 and 3 ranks, and the last of 4 ranks holds none.
+// 5 rows: uneven on 2 and 3 ranks, and the last of 4 ranks has none.
 TEST_P(VocabParallelEmbedding, EqualsTheUnshardedTable) {
   at::manual_seed(2);
   const auto table = at::randn({5, 3}, at::kDouble).requires_grad_();

@@ -51,7 +51,7 @@ TEST(Matches, EmptyPatternIsTheModelItself) {
   EXPECT_FALSE(matches("*", ""));
 }
 
-// The definition of a glob, which takes exponential time.
+// Matches one level by the definition of a glob, in exponential time.
 bool slow_matches(std::string_view pattern, std::string_view level) {
   if (pattern.empty()) {
     return level.empty();

@@ -17,8 +17,8 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
-// The linker defines these bounds of the section that holds all static shared memory; weak,
-// because there may be none.
+// The linker defines these bounds of the section that has all static shared memory. They are
+// weak, because there may be no such section.
 extern "C" {
 extern char __start_weft_emulated_shared[] __attribute__((weak));  // NOLINT
 extern char __stop_weft_emulated_shared[] __attribute__((weak));   // NOLINT

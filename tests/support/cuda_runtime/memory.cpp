@@ -4,9 +4,9 @@
 // memory reads it before the call returns, and a copy to pageable memory has ended when the call
 // returns; all other copies are work of their stream, as in CUDA.
 //
-// Where kernels are skipped, no bytes are written to a device. Its memory is zero, so that values
-// are the same in every run, and it is reserved only, so that a model may be larger than the host's
-// memory.
+// Where kernels are skipped, copies to a device and memsets are skipped, too. Memory of a device is
+// then zero, so that values are the same in every run, and only reserved, so that a model may be
+// larger than the host's memory.
 
 #include "runtime.h"
 

@@ -33,10 +33,10 @@ struct Stream;
 
 struct Event {
   bool has_timing = true;
-  Stream* stream = nullptr;  // of the last record, or none
+  Stream* stream = nullptr;  // the stream of the last record, or none
   uint64_t position = 0;     // the number of the stream's items up to the record
   std::shared_ptr<Clock::time_point> time = std::make_shared<Clock::time_point>();
-  unsigned long long capture = 0;  // the id of that of the last record, or 0
+  unsigned long long capture = 0;  // the id of the capture of the last record, or 0
 };
 
 struct Graph {

@@ -45,7 +45,7 @@ TEST(Simulate, EqualStagesFollowTheFormulas) {
 }
 
 // Computed by hand: stage 0 waits for the gradient of the larger micro-batch from 7 to 10, and for
-// that of the last one until 14.
+// the gradient of the last one until 14.
 TEST(Simulate, MicroBatchesMayHaveDifferentSizes) {
   std::vector<StageCost> costs;
   for (int stage = 0; stage < 2; ++stage) {
