@@ -1,5 +1,5 @@
-// Compares column_row_mlp with the unsharded block: values, gradients, communication, shapes, errors.
-// Ranks are threads.
+// Compares column_row_mlp with the unsharded block: values, gradients, communication, shapes,
+// errors. Ranks are threads.
 #include "reference.h"
 #include "support/thread_ranks.h"
 
