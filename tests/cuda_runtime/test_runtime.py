@@ -176,7 +176,7 @@ def test_nccl_collectives_and_messages(rank: int, world_size: int) -> None:
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     assert exchanged.tolist() == [1.0 - rank] * 3
-    # A result is not there yet for a stream that has not waited for it.
+    # A stream that has not waited for a call does not see its result.
     with cuda_runtime.delay(PATIENT_MS):
         total = torch.ones(SIZE, device="cuda")
         work = dist.all_reduce(total, group=group, async_op=True)
@@ -223,7 +223,7 @@ if __name__ == "__main__":
 def test_nccl_mistake_ends_the_process(tmp_path: Path, mistake: str, message: str) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(TWO_RANKS)
-    environment = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}  # otherwise it waits for a dump
+    environment = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}  # otherwise processes wait for a dump
     result = run_process([sys.executable, script, tmp_path, mistake], env=environment, timeout=60)
     assert result.returncode != 0
     assert re.search(message, result.stderr + result.stdout), result.stderr[-3000:]

@@ -5,7 +5,7 @@
 Prints one line for each scenario. Ranks are forked from this process, which has only imported torch. With --check it
 prints all problems and exits with 1 if there are any. Problems of a survivor: it ends with an error, or gets an error
 of a wrong class or with the name of a wrong rank. Problems on one host, if they occur in more than one case of twenty:
-it takes longer than NOTICED_WITHIN to notice a killed rank, or than DESTROYED_WITHIN to destroy the group.
+a survivor needs more than NOTICED_WITHIN to notice a killed rank, or more than DESTROYED_WITHIN to destroy the group.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def run_scenario(call: str, signal_name: str, hosts: str, victim: int, delay: fl
 
 
 def names_victim(scenario: dict, text: str) -> bool:
-    """Return whether `text` names the victim. On another host, its text may have the global rank or no pid."""
+    """Return whether `text` names the victim. On another host, the text may have its global rank or no pid."""
     victim, pid = scenario["victim"], scenario["victim_pid"]
     if len(set(scenario["hosts"])) == 1:
         return f"rank {victim} (pid {pid})" in text

@@ -72,8 +72,8 @@ def main() -> int:
         outcomes: Counter[str] = Counter()
         failures, seed = {}, args.seed
         for num_ranks, count in num_sets.items():
-            counts, failures[num_ranks] = soak(operator, num_ranks, seed, count, args.device, backend)
-            outcomes += counts
+            new_outcomes, failures[num_ranks] = soak(operator, num_ranks, seed, count, args.device, backend)
+            outcomes += new_outcomes
             seed += count
         num_failed += sum(len(seeds) for seeds in failures.values())
         print(json.dumps({"soak": operator, **outcomes, "failed_seeds": failures}), flush=True)

@@ -1,6 +1,6 @@
 """Runs Python programs in forks of a process that has imported torch, Lightning and weft, which takes 5 CPU seconds.
 
-Such a process runs `next_program`. The fork that becomes a program has the environment, arguments, module
+That process runs `next_program`. The fork that becomes a program has the environment, arguments, module
 search path, standard streams, session and signal handlers of a new interpreter; `/proc` shows the token of its process
 tree. The fork ends as an interpreter does, with its exit handlers. Its parent is the process that runs `next_program`.
 

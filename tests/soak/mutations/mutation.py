@@ -10,8 +10,8 @@ class Mutation:
     """Replaces the occurrence `which` (from 1) of `text`, which `file` contains `times` times.
 
     A mutation that the tests do not find has one of two reasons. `equivalent`: the mutated kernel has the same results
-    for all inputs, so no test can find it. `unseen`: some inputs would reveal the
-    fault, and the reason says why no test uses them.
+    for all inputs, so no test can find it. `unseen`: some inputs would reveal the fault, and the reason says why no
+    test uses them.
     """
 
     name: str

@@ -67,7 +67,8 @@ struct Stream {
   std::condition_variable progressed = {};
 };
 
-// The streams of the process. Never destroyed: the streams' threads use it until the process ends.
+// The streams of the process. Never destroyed: their threads use this object until the process
+// ends.
 struct State {
   std::mutex mutex;
   std::map<int, Stream*> default_streams;
