@@ -9,7 +9,15 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning_plugin.scripts.plugin_models import BATCH, NUM_BATCHES, Model, fixed_data, loader, on_warm_rank, trainer
+from lightning_plugin.scripts.plugin_models import (
+    BATCH,
+    NUM_BATCHES,
+    Model,
+    fixed_data,
+    loader,
+    set_torchrun_environment,
+    trainer,
+)
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from support.ranks import on_ranks
@@ -26,7 +34,7 @@ from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
         ("cpu:weft,cuda:nccl", 1, "cpu:weft,cuda:nccl"),
     ],
 )
-def test_default_and_chosen_backend(tmp_path: Path, chosen: str | None, num_nodes: int, expected: str) -> None:
+def test_cpu_backend_defaults_to_weft(tmp_path: Path, chosen: str | None, num_nodes: int, expected: str) -> None:
     """CPU ranks use weft's backend, on any number of nodes; a user's choice is always respected."""
     strategy = WeftModelParallelStrategy(process_group_backend=chosen)
     trainer(2, strategy, tmp_path, num_nodes=num_nodes)
@@ -55,7 +63,7 @@ class ShardedByUser(Model):
 
     def configure_model(self) -> None:
         if isinstance(self, FSDPModule):
-            return  # Lightning calls it before every run
+            return  # Lightning calls configure_model before every run
         mesh = self.device_mesh["data_parallel"]
         fully_shard(self.feed_forward, mesh=mesh)
         fully_shard(self, mesh=mesh)
@@ -68,8 +76,8 @@ class ShardedByUser(Model):
 
 
 @on_ranks(2)
-def test_user_fsdp(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_user_fsdp_trains_on_weft_backend(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     assert dist.get_backend() == "cpu:weft"
     keep = ModelCheckpoint(dirpath=tmp_path / "best", monitor="val_loss", save_last=True)
     run = trainer(
@@ -83,7 +91,7 @@ def test_user_fsdp(rank: int, world_size: int, tmp_path: Path) -> None:
     model = ShardedByUser()
     mine = fixed_data().view(NUM_BATCHES, BATCH, -1)[rank::world_size].flatten(0, 1)
     run.fit(model, loader(mine), loader(mine))
-    assert run.current_epoch == 2, "the loss falls, and early stopping wants it to rise: on every rank"
+    assert run.current_epoch == 2, "early stopping expects a rising loss, so every rank stops after the second epoch"
     losses = torch.zeros(world_size, dtype=torch.float64)
     with torch.no_grad():
         losses[rank] = torch.stack([model.loss(batch) for batch in loader(mine)]).mean()

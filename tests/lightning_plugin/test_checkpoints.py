@@ -13,7 +13,7 @@ from lightning_plugin.scripts.plugin_models import (
     Model,
     assert_same_weights,
     loader,
-    on_warm_rank,
+    set_torchrun_environment,
     trainer,
     weights,
 )
@@ -32,7 +32,7 @@ def _strategy(fmt: str) -> WeftModelParallelStrategy:
 
 def _save(rank: int, world_size: int, folder: str, optimizer: str, num_steps: int) -> None:
     """Train `num_steps` steps, then save in both formats as FORMAT-WORLD_SIZE.ckpt."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     model = Model(optimizer=optimizer)
     for fmt in FORMATS:
         run = trainer(world_size, _strategy(fmt), folder, max_steps=num_steps)
@@ -43,7 +43,7 @@ def _save(rank: int, world_size: int, folder: str, optimizer: str, num_steps: in
 
 def _resume(rank: int, world_size: int, names: list[str], folder: str, optimizer: str) -> dict[str, Any]:
     """Resume each checkpoint to the end of the epoch; return {name: (steps taken, weights)}."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     results = {}
     for name in names:
         model = Model(optimizer=optimizer, seed=99)
@@ -54,7 +54,7 @@ def _resume(rank: int, world_size: int, names: list[str], folder: str, optimizer
 
 
 def _train_uninterrupted(rank: int, world_size: int, folder: str, optimizer: str) -> dict[str, torch.Tensor]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     model = Model(optimizer=optimizer)
     trainer(world_size, "auto", folder, max_epochs=2).fit(model, loader())
     return weights(model)
@@ -76,7 +76,7 @@ def test_resumes_at_any_world_size(tmp_path: Path, optimizer: str) -> None:
 
 
 def _load_without_weft(rank: int, world_size: int, files: list[str], folder: str, optimizer: str) -> dict[str, Any]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     results = {}
     for file in files:
         model = Model(seed=99, optimizer=optimizer)
@@ -119,7 +119,7 @@ def test_loads_without_weft(tmp_path: Path, optimizer: str) -> None:
 
 
 def _save_before_first_step(rank: int, world_size: int, folder: str) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     for fmt in FORMATS:
         model = Model()
         model.on_train_start = lambda f=fmt, m=model: m.trainer.save_checkpoint(Path(folder, f"{f}-0.ckpt"))
@@ -128,7 +128,7 @@ def _save_before_first_step(rank: int, world_size: int, folder: str) -> None:
         assert {int(s["step"]) for s in run.optimizers[0].state.values()} == {6}, "saving took a step"
 
 
-def test_saved_before_the_first_step(tmp_path: Path) -> None:
+def test_checkpoint_of_step_zero_resumes(tmp_path: Path) -> None:
     folder = str(tmp_path)
     run_on_ranks(2, _save_before_first_step, folder=folder)
     [expected] = run_on_ranks(1, _train_uninterrupted, folder=folder, optimizer="adamw")
@@ -143,7 +143,7 @@ def test_saved_before_the_first_step(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_weights_only_checkpoint_raises(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     for fmt in FORMATS:
         run = trainer(world_size, _strategy(fmt), tmp_path, max_steps=1)
         run.fit(Model(), loader())
@@ -174,7 +174,7 @@ def test_consolidate_errors(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_directory_hint_is_logged_once(rank: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, 1)
+    set_torchrun_environment(rank, 1)
     log_lines: list[str] = []
     for fmt in FORMATS:
         strategy = _strategy(fmt)

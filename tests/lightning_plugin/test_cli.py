@@ -34,15 +34,15 @@ def config_file(path: Path, devices: int, strategy: Any, **more: Any) -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _fresh_ranks_afterwards() -> Iterator[None]:
+def _close_rank_pools_afterwards() -> Iterator[None]:
     yield
     POOLS.close()
 
 
 def train(folder: Path, devices: int, strategy: Any, on_warm_ranks: bool = False) -> list[dict[str, Any]]:
-    """Run the script's `fit` and return the result of each rank; it saves its configuration as `folder/config.yaml`.
+    """Run the script's `fit` and return each rank's result; the script saves its configuration as `folder/config.yaml`.
 
-    on_warm_ranks: as under torchrun, on ranks that have imported Lightning; otherwise the CLI launches the other ranks.
+    on_warm_ranks: run on the tests' warm ranks, as under torchrun; otherwise the CLI launches the other ranks.
     """
     optimizer = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01}}
     folder.mkdir()
@@ -59,20 +59,20 @@ def train(folder: Path, devices: int, strategy: Any, on_warm_ranks: bool = False
     results = sorted(map(json.loads, lines), key=lambda result: result["rank"])
     assert [result["rank"] for result in results] == list(range(devices))
     assert all(result["steps"] == 4 for result in results)
-    # The YAML's optimizer is created with the model, before the parameters are sharded.
+    # The YAML's optimizer, created before the parameters are sharded, must update the sharded ones.
     assert all(result["moved"] > 0.01 for result in results)
     assert yaml.safe_load((folder / "config.yaml").read_text())["trainer"]["devices"] == devices
     return results
 
 
 def parse_cli(config: Path, *arguments: str, package: str = "lightning.pytorch") -> Any:
-    """Return the CLI with its Trainer, in this process, without launching others."""
+    """Return the CLI with its Trainer; launch no other process."""
     model = importlib.import_module(f"{package}.demos.boring_classes").BoringModel
     options = {"run": False, "save_config_callback": None, "args": ["--config", str(config), *arguments]}
     return importlib.import_module(f"{package}.cli").LightningCLI(model, **options)
 
 
-def test_plan_from_mapping_and_dotted_name(tmp_path: Path) -> None:
+def test_plans_from_mapping_and_dotted_name_train_equally(tmp_path: Path) -> None:
     by_mapping = train(tmp_path / "mapping", 2, strategy_config(plan=RULES, layout="tp2"))
     by_name = train(tmp_path / "name", 2, strategy_config(plan="__main__.rules", zero_stage=0), on_warm_ranks=True)
     for results in (by_mapping, by_name):
@@ -80,14 +80,14 @@ def test_plan_from_mapping_and_dotted_name(tmp_path: Path) -> None:
     assert by_mapping == by_name
 
 
-def test_plan_from_file_and_strategy_from_string(tmp_path: Path) -> None:
+def test_plan_from_file_and_strategy_from_string_train_equally(tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump(RULES))
     by_file = train(tmp_path / "file", 4, strategy_config(plan=str(plan), layout="dp2,tp2", zero_stage=3))
     by_string = train(tmp_path / "string", 4, "weft_2d", on_warm_ranks=True)
     for results in (by_file, by_string):
         assert all((result["mesh"], result["local_shape"]) == ([2, 2], [3, 8]) for result in results)
-    assert by_file == by_string, "the string means plan='auto', which finds the same"
+    assert by_file == by_string, "the string means plan='auto', which finds the same plan"
     one_device = train(tmp_path / "one_device", 1, strategy_config(plan=RULES), on_warm_ranks=True)[0]
     for sharded, unsharded in zip(by_file[0]["weights"], one_device["weights"], strict=True):
         assert sharded == pytest.approx(unsharded, rel=1e-4, abs=1e-6)
@@ -108,12 +108,12 @@ def test_saved_configuration_round_trips(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_arguments_from_yaml_and_command_line(tmp_path: Path, package: str) -> None:
-    ours = {"lightning.pytorch": "weft.lightning"}.get(package, "weft.pytorch_lightning")
+    weft_package = {"lightning.pytorch": "weft.lightning"}.get(package, "weft.pytorch_lightning")
     settings = {"plan": "auto", "data_parallel_size": "auto", "tensor_parallel_size": 2, "timeout": "0:00:40"}
     settings |= {"activation_checkpointing": ["layers.*"], "save_distributed_checkpoint": False}
-    config = config_file(tmp_path / "config.yaml", 4, strategy_config(ours, **settings))
+    config = config_file(tmp_path / "config.yaml", 4, strategy_config(weft_package, **settings))
     strategy = parse_cli(config, package=package).trainer.strategy
-    assert type(strategy) is importlib.import_module(ours).WeftModelParallelStrategy
+    assert type(strategy) is importlib.import_module(weft_package).WeftModelParallelStrategy
     assert strategy.plan.is_auto and strategy._timeout == timedelta(seconds=40)
     assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == ("auto", 2)
     assert strategy._engine.options.activation_checkpointing == ["layers.*"]

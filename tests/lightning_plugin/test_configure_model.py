@@ -12,7 +12,7 @@ from lightning_plugin.scripts.plugin_models import (
     Model,
     assert_same_weights,
     loader,
-    on_warm_rank,
+    set_torchrun_environment,
     trainer,
     weights,
 )
@@ -56,7 +56,7 @@ class BuildingModel(Model):
 
 @on_ranks(2)
 def test_without_plan_equals_stock_strategy(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     trained = {}
     for cls in (ModelParallelStrategy, WeftModelParallelStrategy):
         model = StockModel()
@@ -71,8 +71,8 @@ def test_without_plan_equals_stock_strategy(rank: int, world_size: int, tmp_path
 
 
 @on_ranks(2)
-def test_data_parallel_size_without_plan(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_data_parallel_size_without_plan_sets_sampler(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     run, model = trainer(world_size, strategy, tmp_path, use_distributed_sampler=True), DataParallelModel()
     run.fit(model, loader())
@@ -82,8 +82,8 @@ def test_data_parallel_size_without_plan(rank: int, world_size: int, tmp_path: P
 
 
 @on_ranks(2)
-def test_model_built_in_configure_model(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_model_built_in_configure_model_is_sharded_once(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     model, run = BuildingModel(), trainer(world_size, "weft", tmp_path)
     run.fit(model, loader())
     first = model.feed_forward.w1.weight
@@ -100,13 +100,13 @@ def test_model_built_in_configure_model(rank: int, world_size: int, tmp_path: Pa
     run = trainer(1, "auto", tmp_path)
     run.fit(reference, loader())
     run.fit_loop.max_epochs = 2
-    run.fit(reference, loader())  # with a new optimizer, as above
+    run.fit(reference, loader())  # each fit creates an optimizer
     assert_same_weights(weights(model), weights(reference))
 
 
 @on_ranks(2)
 def test_plan_on_user_sharding_raises(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     explicit = WeftModelParallelStrategy(plan={"feed_forward.w1": "column"})
     with pytest.raises(ValueError, match=r"feed_forward\.w1"):
         trainer(world_size, explicit, tmp_path).fit(StockModel(), loader())
@@ -126,17 +126,17 @@ class EarlyOptimizer(Model):
 def _train_with_early_optimizer(
     rank: int, world_size: int, folder: str, settings: dict | None
 ) -> dict[str, torch.Tensor]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = "auto" if settings is None else WeftModelParallelStrategy(plan="auto", **settings)
     model = EarlyOptimizer()
-    for _ in range(2):  # the optimizer outlives a run, with its states
+    for _ in range(2):  # the optimizer and its states outlive a run
         trainer(world_size, strategy, folder).fit(model, loader())
         strategy = "auto" if settings is None else WeftModelParallelStrategy(plan="auto", **settings)
     return weights(model)
 
 
-def test_optimizer_created_before_sharding(tmp_path: Path) -> None:
-    """An optimizer that kept the parameters from before sharding would train nothing: the model has others."""
+def test_optimizer_created_before_sharding_trains_shards(tmp_path: Path) -> None:
+    """Sharding replaces the parameters, so an optimizer that still referenced the old ones would train nothing."""
     [expected] = run_on_ranks(1, _train_with_early_optimizer, folder=str(tmp_path), settings=None)
     for settings in ({}, {"layout": "dp2"}, {"layout": "dp2", "zero_stage": 1}):
         for result in run_on_ranks(2, _train_with_early_optimizer, folder=str(tmp_path), settings=settings):

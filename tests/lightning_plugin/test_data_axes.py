@@ -22,7 +22,7 @@ from lightning_plugin.scripts.plugin_models import (
     assert_same_weights,
     fixed_data,
     loader,
-    on_warm_rank,
+    set_torchrun_environment,
     trainer,
     weights,
 )
@@ -53,8 +53,8 @@ def local_batch(batch: Tensor, data_rank: int, num_data_ranks: int) -> Tensor:
 
 
 def _fabric_steps(rank: int, world_size: int, folder: str, layout: str, zero_stage: int | None) -> dict[str, Any]:
-    """Train four clipped steps of two micro-batches, save in between, load at the end; return the results."""
-    on_warm_rank(rank, world_size)
+    """Train four clipped steps of two micro-batches, save after two, load at the end; return the results."""
+    set_torchrun_environment(rank, world_size)
     strategy = FabricStrategy(
         plan="auto", layout=layout, zero_stage=zero_stage, save_distributed_checkpoint=zero_stage != 0
     )
@@ -138,7 +138,7 @@ def test_accumulation_reduces_once_per_step(rank: int, world_size: int, tmp_path
 
     The stock strategy reduces after each one: its `block_backward_sync` supports DistributedDataParallel only.
     """
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan={}, layout="dp2", zero_stage=zero_stage, check_batches=0)
     model = CountsReductions(optimizer="sgd")
     run = trainer(world_size, strategy, tmp_path, accumulate_grad_batches=3)
@@ -157,7 +157,7 @@ def test_accumulation_reduces_once_per_step(rank: int, world_size: int, tmp_path
 
 
 class ScaleBetween(Model):
-    """A parameter between a column and a row layer, whose gradient is a partial sum on each rank."""
+    """Has a parameter between a column and a row layer; each rank's gradient of the parameter is a partial sum."""
 
     def __init__(self) -> None:
         super().__init__(optimizer="sgd")
@@ -170,7 +170,7 @@ class ScaleBetween(Model):
 
 
 class CallsInnerLayers(Model):
-    """Its training step calls layers of a module that is gathered only for the module's own forward."""
+    """Its forward calls layers of `feed_forward`, which FSDP gathers only for `feed_forward`'s own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.feed_forward.w2(self.feed_forward.w1(self.norm(x)))
@@ -184,7 +184,7 @@ COLUMN_ROW_PLAN = {"feed_forward.w1": "column", "feed_forward.w2": "row", "feed_
 def test_partial_gradients_raise_during_accumulation(
     rank: int, world_size: int, tmp_path: Path, zero_stage: int
 ) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan=COLUMN_ROW_PLAN, layout="dp2,tp2", zero_stage=zero_stage)
     run = trainer(world_size, strategy, tmp_path, accumulate_grad_batches=2)
     with pytest.raises(ValueError, match=r"replicated parameters '\S*between' differ"):
@@ -192,13 +192,13 @@ def test_partial_gradients_raise_during_accumulation(
 
 
 @on_ranks(4)
-def test_calling_inner_layers_of_sharded_module(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_calling_inner_layers_of_sharded_module_raises(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan=COLUMN_ROW_PLAN, layout="dp2,tp2")
     with pytest.raises(ValueError, match="a Linear was called while its weight is sharded over data_parallel and"):
         trainer(world_size, strategy, tmp_path).fit(CallsInnerLayers(), loader())
     model = CallsInnerLayers()
-    model.norm = nn.Identity()  # if there is only one module, it is gathered when the step begins
+    model.norm = nn.Identity()  # a single remaining module is gathered when the step begins
     strategy = WeftModelParallelStrategy(plan=COLUMN_ROW_PLAN, layout="dp2,tp2")
     trainer(world_size, strategy, tmp_path).fit(model, loader())
     assert len(model.losses) == 6
@@ -231,7 +231,7 @@ class Gan(L.LightningModule):
 
 
 def _train_gan(rank: int, world_size: int, folder: str, layout: str, zero_stage: int | None) -> dict[str, Tensor]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan="auto", layout=layout, zero_stage=zero_stage)
     model = Gan()
     tp_size = TP_SIZE[layout]
@@ -240,7 +240,7 @@ def _train_gan(rank: int, world_size: int, folder: str, layout: str, zero_stage:
     return weights(model)
 
 
-def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
+def test_manual_optimization_with_two_optimizers_matches_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, _train_gan, folder=str(tmp_path), layout="tp1", zero_stage=None)
     for layout, zero_stage in LAYOUTS_AND_ZERO_STAGES:
         case: dict[str, Any] = {"folder": str(tmp_path), "layout": layout, "zero_stage": zero_stage}
@@ -256,7 +256,7 @@ class OwnParameter(Gan):
 
 @on_ranks(2)
 def test_manual_optimization_with_parameters_outside_modules_raises(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     with pytest.raises(ValueError, match=r"OwnParameter cannot gather parameters .* 'scale'; put them into one"):
         trainer(world_size, "weft_fsdp", tmp_path).fit(OwnParameter(), loader())
 
@@ -264,7 +264,7 @@ def test_manual_optimization_with_parameters_outside_modules_raises(rank: int, w
 def _train_in_backward(
     rank: int, world_size: int, folder: str, layout: str, zero_stage: int | None, in_backward: bool
 ) -> dict[str, Tensor]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(
         plan="auto", layout=layout, zero_stage=zero_stage, optimizer_in_backward=in_backward
     )
@@ -275,12 +275,12 @@ def _train_in_backward(
     return weights(model)
 
 
-def test_optimizer_in_backward(tmp_path: Path) -> None:
+def test_optimizer_in_backward_matches_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(
         1, _train_in_backward, folder=str(tmp_path), layout="tp1", zero_stage=None, in_backward=False
     )
     for layout, zero_stage in LAYOUTS_AND_ZERO_STAGES:
-        if zero_stage != 1:  # stage 1 steps flat shards after the backward, so the options cannot be combined
+        if zero_stage != 1:  # stage 1 steps flat shards after the backward, which excludes optimizer_in_backward
             case: dict[str, Any] = {
                 "folder": str(tmp_path),
                 "layout": layout,
@@ -324,7 +324,7 @@ def test_stored_and_gathered_dtypes(
 
     The stock strategy leaves FSDP2's MixedPrecisionPolicy to the user.
     """
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     model = ModelOfAnyDtype()
     strategy = WeftModelParallelStrategy(plan={}, layout="dp2")
     run = trainer(world_size, strategy, tmp_path, precision=precision)
@@ -345,7 +345,7 @@ def test_weight_averaging_raises(rank: int, world_size: int, tmp_path: Path, nam
     Lightning's own check does not cover its model-parallel strategy: there the callbacks fail, or average shards into a
     full copy.
     """
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     callback = StochasticWeightAveraging(1e-2) if name == "swa" else EMAWeightAveraging()
     run = trainer(world_size, "weft_fsdp", tmp_path, callbacks=[callback])
     with pytest.raises(ValueError, match="averages weights into a copy of the full model"):
@@ -354,8 +354,8 @@ def test_weight_averaging_raises(rank: int, world_size: int, tmp_path: Path, nam
 
 @on_ranks(4)
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_clipping_by_value(rank: int, world_size: int, tmp_path: Path, zero_stage: int) -> None:
-    on_warm_rank(rank, world_size)
+def test_clipping_by_value_bounds_gradients(rank: int, world_size: int, tmp_path: Path, zero_stage: int) -> None:
+    set_torchrun_environment(rank, world_size)
     bound = 1e-3
 
     class Clipped(Model):
@@ -371,8 +371,8 @@ def test_clipping_by_value(rank: int, world_size: int, tmp_path: Path, zero_stag
 
 
 def _train_and_save(rank: int, world_size: int, folder: str, case: dict[str, Any]) -> dict[str, Any]:
-    """Train three steps, with case["save"] also save before the first and after it; return the results."""
-    on_warm_rank(rank, world_size)
+    """Train three steps and, with case["save"], save before and after the first; return losses, steps and weights."""
+    set_torchrun_environment(rank, world_size)
     steps: list[int] = []
 
     class Saving(Model):

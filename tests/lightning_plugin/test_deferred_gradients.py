@@ -1,4 +1,4 @@
-"""Gradients of a step that are deferred until its backward: their values, and how many sets of them are alive."""
+"""Gradients of a step that are deferred until its backward: their values, and how many sets of gradients exist."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_first_batch_replaces_gradients(keeps_earlier_until_zeroed: bool, scale:
         assert (earlier() is None) == (not keeps_earlier_until_zeroed)
     loss = deferred.attach_to_loss(torch.tensor(3.0))
     assert values(params) == ([EARLIER, EARLIER, None] if keeps_earlier_until_zeroed else [None, None, None])
-    # As in the Trainer: zero the gradients, then run the backward of the loss, or of the loss that it has scaled.
+    # Like the Trainer, zero the gradients, then run the backward of the loss; the Trainer scales it if `scale` is None.
     for parameter in params:
         parameter.grad = None
     assert loss.item() == 3

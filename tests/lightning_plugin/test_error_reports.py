@@ -44,7 +44,7 @@ def _stderr(path: Path) -> Iterator[None]:
 
 
 def _report(log: ErrorReports, fail: Callable[[], None], show: Callable[..., None] = traceback.print_exception) -> None:
-    """Report the error of `fail` as the interpreter reports an uncaught one."""
+    """Report the error of `fail` as the interpreter reports an uncaught exception."""
     try:
         fail()
     except Exception as error:
@@ -63,24 +63,24 @@ def _fails_with_cause(text: str) -> None:
     try:
         _fails(text)
     except ValueError as error:
-        raise ValueError("all have this one") from error
+        raise ValueError("raised on every rank") from error
 
 
 def _fails_identically() -> None:
-    _fails("all have this one")
+    _fails("raised on every rank")
 
 
 class _Object:
-    """Its repr has an address."""
+    """Its repr contains its address."""
 
 
-# Case -> a function that raises the error of a rank, given its number, and the number of printed tracebacks.
+# Case -> (a function that raises the error of the rank that it is called with, the number of printed tracebacks).
 ERRORS: dict[str, tuple[Callable[[int], None], int]] = {
-    "the same": (lambda rank: _fails("all have this one"), 1),
+    "the same": (lambda rank: _fails("raised on every rank"), 1),
     "the same, of objects at other addresses": (lambda rank: _fails(f"{_Object()} and {hex(id(rank) + rank)}"), 1),
-    "another text": (lambda rank: _fails(f"rank {rank} has this one"), 2),
-    "another line": (lambda rank: (_fails, _fails_elsewhere)[rank]("all have this one"), 2),
-    "another cause": (lambda rank: _fails_with_cause(f"rank {rank} has this one"), 2),
+    "another text": (lambda rank: _fails(f"rank {rank} raises this"), 2),
+    "another line": (lambda rank: (_fails, _fails_elsewhere)[rank]("raised on every rank"), 2),
+    "another cause": (lambda rank: _fails_with_cause(f"rank {rank} raises this"), 2),
 }
 
 
@@ -107,7 +107,7 @@ def test_separate_stderr_gets_traceback(rank: int, tmp_path: Path) -> None:
 
 
 def _forked(log: ErrorReports, show: Callable[[], None]) -> int:
-    """Return the process id of another rank, which is in its turn and inside `show` when this returns."""
+    """Fork another rank that reports an error; return its process id when it has the turn and runs `show`."""
     reader, writer = os.pipe()
     path, pid = log.path, os.fork()
     if pid == 0:
@@ -145,8 +145,8 @@ def test_next_rank_prints_if_first_does_not(tmp_path: Path, monkeypatch: pytest.
 
 
 @on_ranks(1)
-def test_without_system_stderr() -> None:
-    """A notebook has no stderr of the system, so there are no files to compare."""
+def test_notebook_rank_prints_every_traceback() -> None:
+    """A notebook's sys.stderr has no file descriptor, so ranks cannot tell whether they share a file."""
     log, before = ErrorReports.create(), sys.stderr
     for _ in range(2):
         sys.stderr = io.StringIO()

@@ -13,7 +13,7 @@ from lightning_plugin.scripts.plugin_models import (
     FeedForward,
     assert_same_weights,
     fixed_data,
-    on_warm_rank,
+    set_torchrun_environment,
     weights,
 )
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def _steps(fabric: Fabric, model: nn.Module, optimizer: Any, num_steps: int) -> list[float]:
+def _run_steps(fabric: Fabric, model: nn.Module, optimizer: Any, num_steps: int) -> list[float]:
     losses = []
     for batch in fixed_data().split(4)[:num_steps]:
         loss = ((model(batch) - batch) ** 2).mean()
@@ -71,7 +71,7 @@ def _train(rank: int, world_size: int, strategy: Any, order: str) -> tuple[list[
     order: "together": the optimizer is set up with the model; "after": it is created and set up after the model was
         set up; "made before": it is created before the model is set up, and set up afterwards.
     """
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     fabric = _fabric(world_size, WeftModelParallelStrategy(plan="auto") if strategy is None else strategy)
     model = Net()
     optimizer = _optimizer(model, "adamw")
@@ -80,7 +80,7 @@ def _train(rank: int, world_size: int, strategy: Any, order: str) -> tuple[list[
     else:
         model = fabric.setup(model)
         optimizer = fabric.setup_optimizers(optimizer if order == "made before" else _optimizer(model, "adamw"))
-    return _steps(fabric, model, optimizer, 6), weights(model.module)
+    return _run_steps(fabric, model, optimizer, 6), weights(model.module)
 
 
 def test_matches_one_device() -> None:
@@ -95,7 +95,7 @@ def test_matches_one_device() -> None:
 
 @on_ranks(2)
 def test_stepped_optimizer_raises(rank: int, world_size: int) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     model = Net()
     optimizer = _optimizer(model, "adamw")
     model(fixed_data()).sum().backward()
@@ -105,25 +105,25 @@ def test_stepped_optimizer_raises(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_parallelize_fn_with_and_without_plan(rank: int, world_size: int) -> None:
-    on_warm_rank(rank, world_size)
-    alone = _fabric(world_size, WeftModelParallelStrategy(_user_sharding)).setup(Net())
-    assert isinstance(alone.feed_forward.w1.weight, DTensor)
-    assert not isinstance(alone.norm.weight, DTensor)
-    neither = _fabric(world_size, WeftModelParallelStrategy()).setup(Net())
-    assert not isinstance(neither.feed_forward.w1.weight, DTensor)
+def test_parallelize_fn_works_with_and_without_plan(rank: int, world_size: int) -> None:
+    set_torchrun_environment(rank, world_size)
+    with_function = _fabric(world_size, WeftModelParallelStrategy(_user_sharding)).setup(Net())
+    assert isinstance(with_function.feed_forward.w1.weight, DTensor)
+    assert not isinstance(with_function.norm.weight, DTensor)
+    with_neither = _fabric(world_size, WeftModelParallelStrategy()).setup(Net())
+    assert not isinstance(with_neither.feed_forward.w1.weight, DTensor)
     with pytest.raises(TypeError, match=r"must return a `nn\.Module`"):
         _fabric(world_size, WeftModelParallelStrategy(lambda model, mesh: None, plan="auto")).setup(Net())
     seen = []
-    both = WeftModelParallelStrategy(lambda model, mesh: seen.append(mesh) or model, plan="auto")
-    model = _fabric(world_size, both).setup(Net())
-    assert seen == [both.device_mesh]
+    with_both = WeftModelParallelStrategy(lambda model, mesh: seen.append(mesh) or model, plan="auto")
+    model = _fabric(world_size, with_both).setup(Net())
+    assert seen == [with_both.device_mesh]
     assert isinstance(model.norm.weight, DTensor)
 
 
 @on_ranks(2)
-def test_ranks_stay_identical(rank: int, world_size: int) -> None:
-    on_warm_rank(rank, world_size)
+def test_weights_and_random_streams_equal_on_all_ranks(rank: int, world_size: int) -> None:
+    set_torchrun_environment(rank, world_size)
     fabric = _fabric(world_size, "weft")
     model = fabric.setup(Net(seed=rank))
     assert_same_weights(weights(model.module), weights(fabric.setup(Net(seed=0)).module), rtol=0)
@@ -135,34 +135,34 @@ def test_ranks_stay_identical(rank: int, world_size: int) -> None:
 
 
 def _save(rank: int, world_size: int, folder: str, optimizer: str) -> dict[str, Tensor]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     for sharded in (True, False):
         fabric = _fabric(world_size, WeftModelParallelStrategy(plan="auto", save_distributed_checkpoint=sharded))
         model = fabric.setup(Net())
-        made = fabric.setup_optimizers(_optimizer(model, optimizer))
-        _steps(fabric, model, made, 3)
-        fabric.save(Path(folder, f"{sharded}-{world_size}"), {"model": model, "optimizer": made, "step": 3})
-    _steps(fabric, model, made, 6)
+        fabric_optimizer = fabric.setup_optimizers(_optimizer(model, optimizer))
+        _run_steps(fabric, model, fabric_optimizer, 3)
+        fabric.save(Path(folder, f"{sharded}-{world_size}"), {"model": model, "optimizer": fabric_optimizer, "step": 3})
+    _run_steps(fabric, model, fabric_optimizer, 6)
     return weights(model.module)
 
 
 def _load(rank: int, world_size: int, folder: str, optimizer: str, names: list[str]) -> list[dict[str, Tensor]]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     results = []
     for name in names:
         fabric = _fabric(world_size, "weft")
         model = fabric.setup(Net(seed=9))
-        made = fabric.setup_optimizers(_optimizer(model, optimizer))
-        state = {"model": model, "optimizer": made, "step": 0}
+        fabric_optimizer = fabric.setup_optimizers(_optimizer(model, optimizer))
+        state = {"model": model, "optimizer": fabric_optimizer, "step": 0}
         fabric.load(Path(folder, name), state)
         assert state["step"] == 3
-        _steps(fabric, model, made, 6)
+        _run_steps(fabric, model, fabric_optimizer, 6)
         results.append(weights(model.module))
     return results
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_checkpoints_at_other_world_sizes(tmp_path: Path, optimizer: str) -> None:
+def test_checkpoints_resume_at_other_world_sizes(tmp_path: Path, optimizer: str) -> None:
     folder = str(tmp_path)
     expected, *_ = [run_on_ranks(size, _save, folder=folder, optimizer=optimizer)[0] for size in (1, 2)]
     names = [f"{sharded}-{size}" for sharded in (True, False) for size in (1, 2)]

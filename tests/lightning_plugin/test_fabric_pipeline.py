@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
-from lightning_plugin.scripts.plugin_models import on_warm_rank
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment
 from torch import Tensor, nn
 
 from support.models import Llama, LlamaArgs, token_batches
@@ -44,7 +44,7 @@ def set_up(fabric: Fabric, optimizer: str = "SGD") -> tuple[Any, Any]:
 
 
 def train(fabric: Fabric, model: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]]) -> list[float]:
-    """Train clipped steps, each data-parallel rank on its portion; return the losses averaged over the ranks."""
+    """Train clipped steps on this data-parallel rank's rows; return the losses averaged over the ranks."""
     losses, axes = [], fabric.strategy.data_axes
     for batch in batches:
         optimizer.zero_grad()
@@ -99,7 +99,7 @@ def test_matches_one_device(layout: str, zero_stage: int, optimizer: str) -> Non
 
 
 def check_matches_one_device(rank: int, world_size: int, layout: str, zero_stage: int, optimizer: str) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     fabric = fabric_with(world_size, layout=layout, zero_stage=zero_stage)
     model, ours = set_up(fabric, optimizer)
     expected = reference()
@@ -115,8 +115,8 @@ def check_matches_one_device(rank: int, world_size: int, layout: str, zero_stage
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_every_schedule(rank: int, world_size: int, kind: str) -> None:
-    on_warm_rank(rank, world_size)
+def test_every_schedule_matches_one_device(rank: int, world_size: int, kind: str) -> None:
+    set_torchrun_environment(rank, world_size)
     cuts = "auto" if kind in ("interleaved", "looped_bfs") else ["layers.2"]
     fabric = fabric_with(world_size, layout="pp2", pipeline_cuts=cuts, pipeline_schedule=kind, num_micro_batches=3)
     model, optimizer = set_up(fabric)
@@ -132,7 +132,7 @@ def test_every_schedule(rank: int, world_size: int, kind: str) -> None:
 @on_ranks(4)
 def test_resumes_on_another_number_of_stages(rank: int, world_size: int, tmp_path: Path) -> None:
     """Save after two steps on two stages x dp2, resume on four stages; results are those of an uninterrupted run."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     fabric = fabric_with(world_size, layout="pp2,dp2")
     model, optimizer = set_up(fabric, "AdamW")
     state = {"model": model, "optimizer": optimizer, "step": 2}
@@ -154,7 +154,7 @@ def test_resumes_on_another_number_of_stages(rank: int, world_size: int, tmp_pat
 @on_ranks(2)
 def test_resumes_without_stages(rank: int, world_size: int, tmp_path: Path) -> None:
     """The tied weight's state is saved under its name in the unsplit model."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     fabric = fabric_with(world_size, layout="pp2")
     model, optimizer = set_up(fabric, "AdamW")
     train(fabric, model, optimizer, BATCHES[:2])
@@ -171,25 +171,25 @@ def test_resumes_without_stages(rank: int, world_size: int, tmp_path: Path) -> N
 
 
 @on_ranks(2)
-def test_evaluation_and_bfloat16(rank: int, world_size: int) -> None:
-    on_warm_rank(rank, world_size)
+def test_stages_train_and_evaluate_in_bfloat16(rank: int, world_size: int) -> None:
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan={}, layout="pp2", pipeline_cuts=["1"], num_micro_batches=2)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="bf16-mixed")
     fabric.launch()
     fabric.seed_everything(0, verbose=False)
     model = fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    seen = []
+    output_dtypes = []
 
     def loss_of(model: Any, x: Tensor) -> Tensor:
         output = model(x)
-        seen.append(output.dtype)
+        output_dtypes.append(output.dtype)
         return output.square().mean()
 
     loss = strategy.pipeline_step(torch.ones(4, 4), loss_of)
     assert torch.isfinite(loss) and next(model.parameters()).dtype == torch.float32
-    # Under autocast, bfloat16 crosses the stages; the output of Fabric's model is float32, as always.
+    # Under autocast, the stages exchange bfloat16; Fabric converts the model's output to float32.
     boundary_dtypes = {str(value.dtype) for value in boundary_values(strategy)}
-    assert boundary_dtypes == {"torch.bfloat16"} and set(seen) == ({torch.float32} if rank == 1 else set())
+    assert boundary_dtypes == {"torch.bfloat16"} and set(output_dtypes) == ({torch.float32} if rank == 1 else set())
     outputs = strategy.pipeline_evaluate(torch.ones(4, 4), lambda m, x: m(x))
     assert len(outputs) == (2 if rank == 1 else 0)
 
@@ -201,7 +201,7 @@ def boundary_values(strategy: Any) -> list[Tensor]:
 
 @on_ranks(2)
 def test_different_batches_raise(rank: int, world_size: int) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     fabric = fabric_with(world_size, layout="pp2")
     set_up(fabric)
     with pytest.raises(
@@ -212,7 +212,7 @@ def test_different_batches_raise(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_second_model_and_full_checkpoint_raise(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     fabric = fabric_with(world_size, layout="pp2", save_distributed_checkpoint=False)
     model, _ = set_up(fabric)
     with pytest.raises(ValueError, match="has divided a WeftLlama into stages and got a Llama"):

@@ -13,7 +13,7 @@ from lightning_plugin.scripts.plugin_models import (
     Model,
     assert_same_weights,
     loader,
-    on_warm_rank,
+    set_torchrun_environment,
     trainer,
     weights,
 )
@@ -26,8 +26,8 @@ SPLIT_PLAN = {"feed_forward.w1": "column", "feed_forward.w3": "column", "feed_fo
 
 
 def _run_all_loops(rank: int, world_size: int, folder: str, strategy: Any, clip: float | None) -> dict[str, Any]:
-    """Fit, validate, test, predict and fit again, as one device also does; return the results."""
-    on_warm_rank(rank, world_size)
+    """Fit, validate, test, predict and fit again; return the results."""
+    set_torchrun_environment(rank, world_size)
     if isinstance(strategy, dict):
         strategy = WeftModelParallelStrategy(**strategy)
     model = Model()
@@ -68,8 +68,8 @@ def test_matches_one_device(tmp_path: Path, clip: float | None) -> None:
 
 
 @on_ranks(2)
-def test_callbacks_and_logger(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_callbacks_and_logger_act_as_on_one_device(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     keep_best = ModelCheckpoint(dirpath=tmp_path / "best", monitor="val_loss", save_last=True)
     stop = EarlyStopping("val_loss", mode="max", patience=1)  # stops after the second epoch, as the loss falls
     run = trainer(
@@ -93,7 +93,7 @@ def test_callbacks_and_logger(rank: int, world_size: int, tmp_path: Path) -> Non
 
 @on_ranks(2)
 def test_group_mesh_and_weights_outlive_run(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan="auto")
     run, model = trainer(world_size, strategy, tmp_path), Model()
     run.fit(model, loader())
@@ -115,23 +115,23 @@ def test_group_mesh_and_weights_outlive_run(rank: int, world_size: int, tmp_path
 
 @on_ranks(2)
 def test_evaluation_never_uses_inference_mode(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     run = trainer(world_size, "weft", tmp_path)
-    seen = []
+    inference_modes = []
     model = Model()
-    model.predict_step = lambda batch, batch_idx: seen.append(torch.is_inference_mode_enabled())
-    # Lightning would use inference mode for backends of other names than gloo; DTensors do not support it.
+    model.predict_step = lambda batch, batch_idx: inference_modes.append(torch.is_inference_mode_enabled())
+    # Lightning uses inference mode unless the backend is named "gloo"; DTensors do not support inference mode.
     torch_backend, torch.distributed.get_backend = torch.distributed.get_backend, lambda *_: "cpu:gloo"
     try:
         run.predict(model, loader())
     finally:
         torch.distributed.get_backend = torch_backend
-    assert seen == [False] * len(loader())
+    assert inference_modes == [False] * len(loader())
 
 
 @on_ranks(2)
 def test_sampler_follows_the_data_axis(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan="auto")
     run, model = trainer(world_size, strategy, tmp_path, use_distributed_sampler=True), Model()
     run.fit(model, loader())

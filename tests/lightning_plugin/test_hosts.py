@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning_plugin.scripts.plugin_models import Model, loader, on_warm_rank, trainer, weights
+from lightning_plugin.scripts.plugin_models import Model, loader, set_torchrun_environment, trainer, weights
 
 from support.networks import ADDRESSES, INTERFACES, in_network_namespace, two_networks
 from support.processes import ProcessTree
@@ -18,11 +18,12 @@ from support.ranks import run_on_ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "hosts.py"
 TESTS = str(Path(__file__).resolve().parents[1])
-PORT = "29475"  # in network namespaces without other processes
+PORT = "29475"  # free: no other process runs in the network namespaces
 
 
 @pytest.fixture(scope="module")
 def networks() -> Iterator[tuple[str, str]]:
+    """Yield the ids of two processes, each in its own network namespace."""
     with two_networks() as pids:
         yield pids
 
@@ -34,7 +35,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 
 def _one_device(rank: int, world_size: int, folder: str) -> dict[str, float]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     model = Model(optimizer="sgd")
     trainer(1, "auto", folder).fit(model, loader())
     return {name: value.double().sum().item() for name, value in weights(model).items()}
@@ -58,7 +59,9 @@ def _slurm(host: int) -> list[tuple[list[str], dict[str, str]]]:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
-def test_two_hosts(networks: tuple[str, str], expected: dict[str, float], tmp_path: Path, launcher: str) -> None:
+def test_two_hosts_match_one_device(
+    networks: tuple[str, str], expected: dict[str, float], tmp_path: Path, launcher: str
+) -> None:
     start = {"torchrun": _torchrun, "slurm": _slurm}[launcher]
     results: list[dict[str, Any]] = []
     with contextlib.ExitStack() as trees:

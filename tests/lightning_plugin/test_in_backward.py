@@ -1,4 +1,4 @@
-"""`optimizer_in_backward` in the Trainer and Fabric: the results of the usual step, and errors."""
+"""`optimizer_in_backward` in the Trainer and Fabric: the results of a step after the backward, and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_plugin.scripts.plugin_models import (
     assert_same_weights,
     fixed_data,
     loader,
-    on_warm_rank,
+    set_torchrun_environment,
     trainer,
     weights,
 )
@@ -36,8 +36,8 @@ class Scheduled(Model):
 
 
 def _fit(rank: int, world_size: int, folder: str, in_backward: bool | str, optimizer: str, clip: float | None) -> Any:
-    """Fit an epoch, save, and fit another from the checkpoint."""
-    on_warm_rank(rank, world_size)
+    """Fit an epoch, save, and fit another from the checkpoint; return the losses, weights and number of steps."""
+    set_torchrun_environment(rank, world_size)
     settings = {"gradient_clip_val": clip, "gradient_clip_algorithm": "value"} if clip is not None else {}
     path = Path(folder, f"{world_size}{in_backward}{optimizer}{clip}.ckpt")
     losses = []
@@ -64,8 +64,8 @@ def test_matches_optimizer_step(tmp_path: Path, optimizer: str, clip: float | No
 
 
 @on_ranks(2)
-def test_fabric(rank: int, world_size: int) -> None:
-    on_warm_rank(rank, world_size)
+def test_fabric_matches_optimizer_step(rank: int, world_size: int) -> None:
+    set_torchrun_environment(rank, world_size)
     results = []
     for in_backward in (False, True, "rows"):
         strategy = FabricStrategy(plan="auto", optimizer_in_backward=in_backward)
@@ -92,7 +92,7 @@ def test_fabric(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_rows_require_fused_tensor_parallel_mlps(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward="rows")
     strategy._engine.console.log = log_lines.append
@@ -143,7 +143,7 @@ class UnsupportedOptimizer(Model):
     ],
 )
 def test_unsupported_settings_raise(rank: int, tmp_path: Path, model: type[Model], settings: dict, reason: str) -> None:
-    on_warm_rank(rank, 1)
+    set_torchrun_environment(rank, 1)
     strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward=True)
     run = trainer(1, strategy, tmp_path, **settings)
     with pytest.raises(ValueError, match=rf"optimizer_in_backward.*{reason}.*optimizer_in_backward=False"):
@@ -171,7 +171,7 @@ class Failing(Model):
 
 @on_ranks(1)
 def test_exception_in_backward_warns_of_partial_update(rank: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, 1)
+    set_torchrun_environment(rank, 1)
     strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward=True)
     log_lines: list[str] = []
     strategy._engine.console.log = log_lines.append

@@ -13,7 +13,7 @@ from support.processes import ProcessResult, run_process, run_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-# Words of c10d, gloo and a failing interpreter; the stock strategy causes "unwaited collective calls".
+# Words that c10d, gloo or a failing interpreter print; Lightning's strategy causes "unwaited collective calls".
 UNEXPECTED_STDERR = (
     "ProcessGroup",
     "c10d",

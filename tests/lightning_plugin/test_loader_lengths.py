@@ -12,7 +12,15 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_plugin.scripts.pipeline_models import Text, pipeline_strategy, text_loader
-from lightning_plugin.scripts.plugin_models import BATCH, FeedForward, Model, fixed_data, loader, on_warm_rank, trainer
+from lightning_plugin.scripts.plugin_models import (
+    BATCH,
+    FeedForward,
+    Model,
+    fixed_data,
+    loader,
+    set_torchrun_environment,
+    trainer,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -39,7 +47,7 @@ class Stream(IterableDataset):
 
 
 class Claiming(Stream):
-    """A data set whose length may be wrong."""
+    """A data set that claims 5 batches, which may be wrong."""
 
     def __len__(self) -> int:
         return 5 * BATCH
@@ -62,8 +70,8 @@ def data_parallel(stage: int) -> WeftModelParallelStrategy:
 
 
 @on_ranks(2)
-def test_tensor_parallel_lengths(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_unequal_lengths_of_tensor_parallel_ranks_raise(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     uneven = sized(5 if rank else 3)
     run = trainer(world_size, tensor_parallel(), tmp_path, max_epochs=2)
     with pytest.raises(ValueError, match=rf"^the training loader {COUNTED}, but {TENSOR}; .*limit_train_batches"):
@@ -84,8 +92,10 @@ def test_tensor_parallel_lengths(rank: int, world_size: int, tmp_path: Path) -> 
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [Stream, Claiming])
-def test_tensor_parallel_streams(rank: int, world_size: int, tmp_path: Path, kind: type[Stream]) -> None:
-    on_warm_rank(rank, world_size)
+def test_unequal_streams_of_tensor_parallel_ranks_raise(
+    rank: int, world_size: int, tmp_path: Path, kind: type[Stream]
+) -> None:
+    set_torchrun_environment(rank, world_size)
     uneven = stream(5 if rank else 3, kind)
     run = trainer(world_size, tensor_parallel(), tmp_path, max_epochs=2)
     with pytest.raises(
@@ -96,9 +106,9 @@ def test_tensor_parallel_streams(rank: int, world_size: int, tmp_path: Path, kin
     frames = [
         (frame.name, frame.lineno) for frame in traceback.extract_tb(caught.tb) if "loader_check" in frame.filename
     ]
-    of_ranks: list[Any] = [None, None]
-    dist.all_gather_object(of_ranks, frames)
-    assert frames and of_ranks[0] == of_ranks[1], "equal tracebacks are printed once"
+    frames_of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(frames_of_ranks, frames)
+    assert frames and frames_of_ranks[0] == frames_of_ranks[1], "equal tracebacks are printed once"
     for method, name in (("validate", "validation"), ("test", "test"), ("predict", "prediction")):
         with pytest.raises(ValueError, match=rf"^the {name} loader {ENDED}, but {TENSOR}"):
             getattr(run, method)(model, uneven)
@@ -112,8 +122,8 @@ def test_tensor_parallel_streams(rank: int, world_size: int, tmp_path: Path, kin
 
 @on_ranks(2)
 @pytest.mark.parametrize("make", [sized, stream])
-def test_loops_ending_before_shorter_loader(rank: int, world_size: int, tmp_path: Path, make: Any) -> None:
-    on_warm_rank(rank, world_size)
+def test_loops_that_end_before_shorter_loader_run(rank: int, world_size: int, tmp_path: Path, make: Any) -> None:
+    set_torchrun_environment(rank, world_size)
     uneven = make(5 if rank else 3)
 
     def num_steps(loader: Any = uneven, validated: Any = None, **options: Any) -> int:
@@ -138,8 +148,8 @@ def test_loops_ending_before_shorter_loader(rank: int, world_size: int, tmp_path
 
 
 @on_ranks(2)
-def test_data_parallel_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_unequal_data_parallel_ranks_raise_if_they_exchange(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     for stage in (0, 3):
         run = trainer(world_size, data_parallel(stage), tmp_path)
         gradients = "but data-parallel ranks exchange gradients in every batch"
@@ -165,8 +175,8 @@ class _PairModel(Model):
 
 
 @on_ranks(4)
-def test_mesh_groups(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_lengths_are_compared_in_the_groups_of_a_mesh(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=0)
     run = trainer(world_size, strategy, tmp_path)
     expected = "has 3 batches on rank 2 and has 5 batches on rank 3, but the ranks of a tensor"
@@ -178,8 +188,8 @@ def test_mesh_groups(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_pipeline_stages(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_unequal_lengths_of_stages_raise(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     uneven, model = text_loader(30 if rank else 18), Text()
     run = trainer(world_size, pipeline_strategy(), tmp_path)
     for data, reason in ((uneven, COUNTED), (DataLoader(Stream(uneven.dataset), batch_size=6), ENDED)):
@@ -190,8 +200,8 @@ def test_pipeline_stages(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_fabric_loops(rank: int, world_size: int) -> None:
-    on_warm_rank(rank, world_size)
+def test_unequal_lengths_in_fabric_raise(rank: int, world_size: int) -> None:
+    set_torchrun_environment(rank, world_size)
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=FabricStrategy(plan="auto"))
     fabric.launch()
     model = fabric.setup(FeedForward())
@@ -215,7 +225,7 @@ def test_fabric_loops(rank: int, world_size: int) -> None:
 def test_equal_lengths_cost_one_collective(
     rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     events: list[str] = []
     monkeypatch.setattr(loaders, "gather", lambda *a: (events.append("gathered"), gather(*a))[1])
     monkeypatch.setattr(
@@ -242,7 +252,7 @@ def test_long_rank_lists_are_abbreviated() -> None:
 
 
 class Stateful(DataLoader):
-    """Its state is the number of batches that it has given."""
+    """A loader whose state is the number of batches that it has yielded."""
 
     num_given = 0
 
@@ -260,7 +270,7 @@ class Stateful(DataLoader):
 
 @on_ranks(2)
 def test_wrapped_stream_keeps_state_of_loader(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     mine = Stateful(Stream(fixed_data()), batch_size=BATCH)
     run = trainer(world_size, tensor_parallel(), tmp_path, max_epochs=-1, max_steps=3)
     run.fit(model := Model(), mine)
@@ -268,8 +278,8 @@ def test_wrapped_stream_keeps_state_of_loader(rank: int, world_size: int, tmp_pa
     used = run.train_dataloader
     assert used.dataset is mine.dataset
     used.num_given += 10
-    assert mine.num_given == 14  # three, and one prefetched
+    assert mine.num_given == 14  # 10, three trained batches and one prefetched batch
     run = trainer(world_size, tensor_parallel(), tmp_path, max_epochs=-1, max_steps=5)
     run.fit(model, used, ckpt_path=tmp_path / "stream.ckpt")
     assert mine.num_given == 4 + 3
-    assert run.train_dataloader is not used, "wrapped once more"
+    assert run.train_dataloader is not used, "each run wraps the loader anew"

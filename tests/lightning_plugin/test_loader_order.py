@@ -1,4 +1,4 @@
-"""The order of the data: the loader's with one data replica, that of Lightning's sampler with several."""
+"""Samples keep the loader's order with one data replica; with several, Lightning's sampler sets the order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_plugin.scripts.plugin_models import (
     Model,
     fixed_data,
     loader,
-    on_warm_rank,
+    set_torchrun_environment,
     trainer,
 )
 from torch import Tensor
@@ -54,7 +54,7 @@ def loaders() -> dict[str, DataLoader]:
 
 @on_ranks(1, 2)
 def test_one_replica_keeps_loader(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     for name, mine in loaders().items():
         run = trainer(world_size, "weft", tmp_path, use_distributed_sampler=True)
         run.fit(model := Model(), mine, mine)
@@ -65,7 +65,7 @@ def test_one_replica_keeps_loader(rank: int, world_size: int, tmp_path: Path) ->
 
 
 def _shuffled(rank: int, world_size: int, folder: str, strategy: str) -> Tensor:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     model = Model(dropout=0.5)
     L.seed_everything(5, verbose=False)  # strategies of several ranks begin a run with this seed
     run = trainer(world_size, strategy, folder, max_epochs=2, use_distributed_sampler=True)
@@ -83,7 +83,7 @@ def test_one_replica_shuffles_as_one_device(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_different_shuffles_raise(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     model = Model()
     model.on_train_epoch_end = lambda: torch.rand(()) if rank == 0 else None
     run = trainer(world_size, "weft", tmp_path, max_epochs=2, use_distributed_sampler=True)
@@ -106,7 +106,7 @@ def test_different_shuffles_raise(rank: int, world_size: int, tmp_path: Path) ->
 def test_several_replicas_shuffle_and_log(
     rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     log_lines: list[str] = []
     monkeypatch.setattr(Console, "log", lambda self, text: log_lines.append(text))
     run = trainer(world_size, "weft_fsdp", tmp_path, use_distributed_sampler=True)
@@ -128,8 +128,8 @@ def test_several_replicas_shuffle_and_log(
 
 @on_ranks(2)
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
-def test_fabric_loaders(rank: int, world_size: int, layout: str) -> None:
-    on_warm_rank(rank, world_size)
+def test_fabric_never_shuffles(rank: int, world_size: int, layout: str) -> None:
+    set_torchrun_environment(rank, world_size)
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=FabricStrategy(plan="auto", layout=layout))
     fabric.launch()
     if layout == "tp2":

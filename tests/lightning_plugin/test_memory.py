@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
-from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer
 from ops.memory.counting import counted
 from torch import Tensor, nn
 
@@ -40,7 +40,7 @@ class Model(pl.LightningModule):
         self.feed_forward = FeedForward()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if batch_idx == 0:  # recognising this small model takes more memory than training it
+        if batch_idx == 0:  # recognizing this small model takes more memory than training it
             weft.memory.reset_peak()
         return self.feed_forward(batch).square().mean()
 
@@ -63,8 +63,8 @@ def _check_peak(peak: dict[str, int], before: dict[str, int], world_size: int) -
 
 
 @on_ranks(1, 2)
-def test_trainer(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_trainer_peak_by_category(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     with counted():
         before = weft.memory.by_category()
         model = Model()
@@ -72,14 +72,14 @@ def test_trainer(rank: int, world_size: int, tmp_path: Path) -> None:
         run.fit(model, _batches(), _batches())
         _check_peak(weft.memory.by_category(at="peak"), before, world_size)
         names = [phase.name for phase in weft.memory.timeline()]
-        # The optimizer's step calls the closure, so forward and backward are inside it.
+        # The optimizer's step calls the closure, so the phases forward and backward are inside the phase step.
         assert names[:6] == ["forward", "backward", "between steps", "step", "forward", "backward"]
         assert "inference" in names
 
 
 @on_ranks(2)
-def test_fabric(rank: int, world_size: int) -> None:
-    on_warm_rank(rank, world_size)
+def test_fabric_peak_by_category(rank: int, world_size: int) -> None:
+    set_torchrun_environment(rank, world_size)
     with counted():
         before = weft.memory.by_category()
         fabric = Fabric(accelerator="cpu", devices=world_size, strategy=FabricStrategy(plan="auto"))
@@ -100,7 +100,7 @@ def test_fabric(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("calls", [1, 2])
 @on_ranks(1)
 def test_runs_leave_no_hooks(rank: int, tmp_path: Path, calls: int) -> None:
-    on_warm_rank(rank, 1)
+    set_torchrun_environment(rank, 1)
     with counted():
         model = Model()
         run = trainer(1, WeftModelParallelStrategy(plan="auto"), tmp_path)
@@ -118,7 +118,7 @@ class _UserOptimizer(Model):
 
 @on_ranks(2)
 def test_optimizers_are_fused_if_possible_and_wanted(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     log_lines: list[str] = []
     for has_rmsprop, fused_optimizers in ((False, True), (True, True), (False, False)):
         model = _UserOptimizer()
@@ -137,7 +137,7 @@ def test_optimizers_are_fused_if_possible_and_wanted(rank: int, world_size: int,
 @on_ranks(2)
 def test_full_model_is_sharded_weight_by_weight_with_hint(rank: int, world_size: int, tmp_path: Path) -> None:
     """Start-up holds at most the full model and one more shard; the hint names the bytes and the remedy."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     log_lines: list[str] = []
     with counted() as count:
         model = Model()
@@ -158,7 +158,7 @@ def test_full_model_is_sharded_weight_by_weight_with_hint(rank: int, world_size:
 
 
 class _Configured(Model):
-    """Built in configure_model, where the strategy defers its values."""
+    """Its layers are created in configure_model, where the strategy defers their values."""
 
     def __init__(self) -> None:
         pl.LightningModule.__init__(self)
@@ -176,7 +176,7 @@ class _Configured(Model):
 
 def _losses(rank: int, world_size: int, folder: str, empty_init: bool) -> tuple[list[float], int]:
     """Return the losses, and the start-up peak without the model's first forward."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     torch.manual_seed(21)
     data = torch.utils.data.DataLoader(torch.randn(4 * BATCH, DIM), batch_size=BATCH)
     with counted() as count:
@@ -195,7 +195,7 @@ def test_configure_model_builds_shards_equal_to_one_device(tmp_path: Path) -> No
         shards = WEIGHTS // world_size
         for losses, peak in run_on_ranks(world_size, _losses, folder=str(tmp_path), empty_init=True):
             torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-            # A chunk of the random stream, and the memory for recognising the layers.
+            # The rest is a chunk of the random stream, and memory for recognizing the layers.
             assert shards <= peak <= shards + 800_000
     for losses, peak in run_on_ranks(2, _losses, folder=str(tmp_path), empty_init=False):
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
@@ -203,8 +203,8 @@ def test_configure_model_builds_shards_equal_to_one_device(tmp_path: Path) -> No
 
 
 @on_ranks(2)
-def test_init_module(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_init_module_defers_parameters(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     torch.manual_seed(5)
     expected = FeedForward()
     run = trainer(world_size, WeftModelParallelStrategy(plan="auto"), tmp_path, max_epochs=0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
-from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer
 from torch import Tensor
 
 from support.models import Llama, LlamaArgs
@@ -30,7 +30,7 @@ RECOMPUTE = {
     "model.tok_embeddings": "vocab_embedding",
     "model.output": "column_gather_output",
 }
-# Options that only reorder work, or create the same values elsewhere: losses are bitwise equal to those without.
+# Options that reorder work or initialize parameters later, without any effect on a bit of the losses.
 BITWISE_EQUAL: dict[str, dict[str, Any]] = {
     "empty_init": {"empty_init": True},
     "optimizer_in_backward": {"optimizer_in_backward": True},
@@ -80,7 +80,7 @@ def _losses(world_size: int, folder: Path, optimizer: str, **options: Any) -> li
 @on_ranks(1, 2, timeout=300, keeps_groups=True)
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_losses_match_baseline(rank: int, world_size: int, tmp_path: Path, optimizer: str) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     expected = _losses(world_size, tmp_path, optimizer)
     for name, options in BITWISE_EQUAL.items():
         assert _losses(world_size, tmp_path, optimizer, **options) == expected, name
@@ -137,8 +137,8 @@ def test_join_gate_up_raises_where_it_has_no_effect(rank: int, world_size: int, 
 
 
 @on_ranks(2)
-def test_fabric_activation_checkpointing(rank: int, world_size: int) -> None:
-    on_warm_rank(rank, world_size)
+def test_fabric_activation_checkpointing_keeps_gradients(rank: int, world_size: int) -> None:
+    set_torchrun_environment(rank, world_size)
     gradients = []
     for policy in ("none", "selective"):
         torch.manual_seed(0)
@@ -155,7 +155,7 @@ def test_fabric_activation_checkpointing(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_offload_on_cpu_raises(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan="auto", activation_checkpointing="full", activation_offload=True)
     with pytest.raises(ValueError, match="activation_offload=True on CPU devices"):
         trainer(world_size, strategy, tmp_path).fit(Model(), _batches())

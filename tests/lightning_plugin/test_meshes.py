@@ -1,4 +1,4 @@
-"""Every mesh and ZeRO stage in the Trainer gives the losses, gradients and weights of one device, also resumed."""
+"""Every mesh and ZeRO stage in the Trainer gives the losses, gradients and weights of one device, also when resumed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning_plugin.scripts.meshes import CASES, MESHES, Tokens, assert_matches_one_device, batches, mesh_settings
-from lightning_plugin.scripts.plugin_models import FeedForward, on_warm_rank, trainer, weights
+from lightning_plugin.scripts.plugin_models import FeedForward, set_torchrun_environment, trainer, weights
 from torch import Tensor
 
 from support.ranks import on_ranks, run_on_ranks
@@ -23,12 +23,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize(("layout", "stage"), CASES)
-def test_every_mesh_and_stage(folder: str, layout: str, stage: int | None) -> None:
+def test_every_mesh_and_stage_matches_one_device(folder: str, layout: str, stage: int | None) -> None:
     assert_matches_one_device(folder, layout, stage, "SGD", ACCUMULATE, CLIP)
 
 
-# With the test above: each mesh and stage with each value of optimizer, accumulate and clip, and each pair of these
-# values; `make soak` runs all combinations.
+# With the test above, they cover each mesh and stage with each value of optimizer, accumulate and clip, and each pair
+# of these values; `make soak` runs all combinations.
 OTHER_CASES = [
     *((layout, stage, "AdamW", 1, None) for layout, stage in CASES),
     ("dp2,tp2", 3, "AdamW", 2, CLIP),
@@ -38,7 +38,7 @@ OTHER_CASES = [
 
 
 @pytest.mark.parametrize(("layout", "stage", "optimizer", "accumulate", "clip"), OTHER_CASES)
-def test_other_optimizers_and_steps(
+def test_other_optimizers_and_steps_match_one_device(
     folder: str, layout: str, stage: int | None, optimizer: str, accumulate: int, clip: float | None
 ) -> None:
     assert_matches_one_device(folder, layout, stage, optimizer, accumulate, clip)
@@ -69,16 +69,16 @@ def _name(layout: str, stage: int | None, is_directory: bool) -> str:
 def _run_epochs(
     rank: int, world_size: int, folder: str, layout: str, stage: int | None, num_epochs: int, ckpt_path: str | None
 ) -> tuple[Tokens, L.Trainer, WeftModelParallelStrategy]:
-    tensor = MESHES[layout][2]
+    tp_size = MESHES[layout][2]
     strategy = WeftModelParallelStrategy(**mesh_settings(layout, stage))
     model, run = Tokens("AdamW"), trainer(world_size, strategy, folder, max_epochs=num_epochs)
-    data = batches(world_size // tensor, rank // tensor, 1)[:3]
+    data = batches(world_size // tp_size, rank // tp_size, 1)[:3]
     run.fit(model, torch.utils.data.DataLoader(data), ckpt_path=ckpt_path)
     return model, run, strategy
 
 
 def _save(rank: int, world_size: int, folder: str, layout: str, stage: int | None) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     _, run, strategy = _run_epochs(rank, world_size, folder, layout, stage, 1, None)
     for is_directory in (True, False):
         strategy._save_distributed_checkpoint = is_directory
@@ -88,7 +88,7 @@ def _save(rank: int, world_size: int, folder: str, layout: str, stage: int | Non
 def _resume(
     rank: int, world_size: int, folder: str, layout: str, stage: int | None, names: list[str]
 ) -> dict[str, dict[str, Tensor]]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     resumed = {}
     for name in names:
         model, run, _ = _run_epochs(rank, world_size, folder, layout, stage, 2, f"{folder}/{name}")
@@ -98,13 +98,13 @@ def _resume(
 
 
 def _train_uninterrupted(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     model, _, _ = _run_epochs(rank, world_size, folder, "tp1", None, 2, None)
     return weights(model)
 
 
 def save_all(folder: str) -> dict[str, Tensor]:
-    """Save one checkpoint of each mesh, as a directory and as a file; return the weights that resuming must give."""
+    """Save a directory and a file for each of CHECKPOINTS; return the weights that a resumed run must have."""
     for layout, stage in CHECKPOINTS:
         world_size = torch.Size(MESHES[layout]).numel()
         run_on_ranks(world_size, _save, keeps_groups=True, folder=folder, layout=layout, stage=stage)
@@ -134,7 +134,7 @@ def checkpoints(folder: str) -> dict[str, Tensor]:
 def test_checkpoints_resume_on_every_mesh(
     folder: str, checkpoints: dict[str, Tensor], layout: str, stage: int | None
 ) -> None:
-    """The sources are divided among a mesh's ZeRO stages; `make soak` has each stage with each source."""
+    """Each of a mesh's ZeRO stages resumes a share of the sources; `make soak` resumes each source at each stage."""
     stages = [entry for entry in CHECKPOINTS if entry[0] == layout]
     sources = CHECKPOINTS[stages.index((layout, stage)) :: len(stages)]
     assert_resumes(folder, checkpoints, layout, stage, sources)
@@ -143,7 +143,7 @@ def test_checkpoints_resume_on_every_mesh(
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "axis"), [(3, "data_parallel"), (2, "data_parallel"), (0, "tensor_parallel")])
 def test_one_tensor_parallel_rank_adds_no_mesh_axis(rank: int, world_size: int, stage: int, axis: str) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = FabricStrategy(plan="auto", layout="dp2", zero_stage=stage)
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()

@@ -1,4 +1,4 @@
-"""The callbacks: rates by a clock that the tests set, and memory as counted by `weft.memory`."""
+"""ThroughputMonitor and MemoryMonitor: rates by a clock that the tests set, and memory that `weft.memory` counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_plugin.scripts.plugin_models import BATCH, DIM, Model, fixed_data, loader, on_warm_rank, trainer
+from lightning_plugin.scripts.plugin_models import (
+    BATCH,
+    DIM,
+    Model,
+    fixed_data,
+    loader,
+    set_torchrun_environment,
+    trainer,
+)
 from ops.memory.counting import counted
 from torch import Tensor, nn
 
@@ -48,7 +56,7 @@ class MetricsLogger(Logger):
 
 
 class Timed(Model):
-    """By the monitor's clock, every training batch takes equally long, and a validation far longer."""
+    """Sets the monitor's clock: every training batch takes STEP_SECONDS, and a validation far longer."""
 
     def __init__(self, monitor: Any) -> None:
         super().__init__()
@@ -64,7 +72,7 @@ class Timed(Model):
 
 
 def _fit(rank: int, world_size: int, folder: Path, monitor: Any, strategy: Any, **options: Any) -> MetricsLogger:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     logger = MetricsLogger()
     data = options.pop("data", None) or loader()
     settings = {"logger": logger, "callbacks": [monitor], "log_every_n_steps": 2, "max_epochs": 2, **options}
@@ -75,7 +83,7 @@ def _fit(rank: int, world_size: int, folder: Path, monitor: Any, strategy: Any, 
 @on_ranks(4)
 @pytest.mark.parametrize(("layout", "num_data"), [("dp2,tp2", 2), ("dp4", 4), ("tp4", 1), ("rep2,tp2", 2)])
 def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path, layout: str, num_data: int) -> None:
-    """Data ranks with even numbers have batches of 4 samples, the others of 2."""
+    """Even data-parallel ranks have batches of 4 samples, odd ones of 2."""
     data_rank = rank // (world_size // num_data)
     sizes = [4 if each % 2 == 0 else 2 for each in range(num_data)]
     monitor = ThroughputMonitor(
@@ -93,7 +101,7 @@ def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path, la
 
 
 @on_ranks(2)
-def test_other_strategies(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_throughput_of_other_strategies(rank: int, world_size: int, tmp_path: Path) -> None:
     monitor = ThroughputMonitor(batch_size_fn=len, flops_per_sample=8)
     logger = _fit(rank, world_size, tmp_path, monitor, DDPStrategy(process_group_backend="cpu:weft"))
     rates = {"samples": 2 * BATCH / STEP_SECONDS, "flops": 8 * 2 * BATCH / STEP_SECONDS}
@@ -103,7 +111,7 @@ def test_other_strategies(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMESPACES)
-def test_one_device_of_each_namespace(name: str, tmp_path: Path) -> None:
+def test_monitors_run_in_each_namespace(name: str, tmp_path: Path) -> None:
     module, namespace = importlib.import_module(name), NAMESPACES[name]
     for callback in (module.ThroughputMonitor, module.MemoryMonitor):
         assert issubclass(callback, namespace.Callback)
@@ -140,7 +148,7 @@ def test_one_device_of_each_namespace(name: str, tmp_path: Path) -> None:
 
 
 class Slowing(Timed):
-    """Step i, from 1 on, takes i seconds."""
+    """Step i takes i seconds; the first step is 1."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seconds += batch_idx + 1 - STEP_SECONDS
@@ -149,7 +157,7 @@ class Slowing(Timed):
 
 @on_ranks(1)
 def test_window_advances_by_logging_interval(rank: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, 1)
+    set_torchrun_environment(rank, 1)
     for window_size, starts in ((4, [0, 0, 2]), (3, [0, 0, 2]), (1, [0, 2, 4]), (100, [0, 0, 0])):
         logger, monitor = MetricsLogger(), ThroughputMonitor(window_size=window_size)
         run = trainer(1, "weft", tmp_path, logger=logger, callbacks=[monitor], log_every_n_steps=2)
@@ -162,7 +170,7 @@ def test_window_advances_by_logging_interval(rank: int, tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_accumulated_batches(rank: int, tmp_path: Path) -> None:
+def test_accumulated_batches_count_once_per_step(rank: int, tmp_path: Path) -> None:
     monitor = ThroughputMonitor()
     options = {"accumulate_grad_batches": 3, "log_every_n_steps": 1, "max_epochs": 1}
     logger = _fit(rank, 1, tmp_path, monitor, "weft", **options)
@@ -170,11 +178,11 @@ def test_accumulated_batches(rank: int, tmp_path: Path) -> None:
     expected = {"throughput/samples_per_second": rate, "throughput/device/samples_per_second": rate}
     assert logger.rows_of("throughput/") == [(0, expected), (1, expected)]
     losses = [step for step, row in logger.rows if "train_loss" in row]
-    assert losses == [0, 1], "at the steps of Lightning's own logs"
+    assert losses == [0, 1], "the monitor must log at the steps at which Lightning logs"
 
 
 @on_ranks(1)
-def test_batches_of_any_type(rank: int, tmp_path: Path) -> None:
+def test_batch_size_is_found_in_nested_batches(rank: int, tmp_path: Path) -> None:
     batches = [{"name": "a", "scale": torch.tensor(2.0), "x": batch} for batch in fixed_data().split(BATCH)]
     data = torch.utils.data.DataLoader(batches, batch_size=None)
     logger = _fit(rank, 1, tmp_path, ThroughputMonitor(), "weft", data=data)
@@ -206,10 +214,10 @@ WIDE_BYTES = 2 * 256 * 512 * 4
 @on_ranks(4)
 @pytest.mark.parametrize("every_n_steps", [None, 4])
 def test_memory_matches_count(rank: int, world_size: int, tmp_path: Path, every_n_steps: int | None) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     logger, monitor = MetricsLogger(), MemoryMonitor(every_n_steps)
     with counted():
-        padding = torch.zeros(1000 * (rank + 1))  # so that the ranks differ
+        padding = torch.zeros(1000 * (rank + 1))  # so that the ranks' peaks differ
         strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2")
         run = trainer(world_size, strategy, tmp_path, logger=logger, callbacks=[monitor], max_epochs=2)
         with pytest.raises(RuntimeError, match="has not logged yet"):
@@ -233,7 +241,7 @@ def test_memory_matches_count(rank: int, world_size: int, tmp_path: Path, every_
 
 @on_ranks(2)
 def test_memory_categories_of_other_strategies(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     monitor = MemoryMonitor()
     with counted():
         before = weft.memory.by_category()
@@ -249,12 +257,12 @@ def test_memory_categories_of_other_strategies(rank: int, world_size: int, tmp_p
 class Untracked(Wide):
     """A model whose layers the count has not seen, as if it was built before the count began.
 
-    The count has seen the scale, which has two names, and the offset.
+    The count has seen only the scale, which has two names, and the offset.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers.share_memory()  # which the allocator does not see
+        self.layers.share_memory()  # the allocator does not see shared memory
         self.scale = self.tied = nn.Parameter(torch.ones(256))
         self.register_buffer("offset", torch.zeros(256))
         self.register_buffer("untracked_offset", torch.zeros(256).share_memory_())
@@ -266,7 +274,7 @@ class Untracked(Wide):
 @on_ranks(2)
 @pytest.mark.parametrize("plan", ["auto", "replicate", "ddp"])
 def test_memory_of_untracked_parameters(rank: int, world_size: int, tmp_path: Path, plan: str) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     logger, monitor = MetricsLogger(), MemoryMonitor()
     with counted():
         before = weft.memory.by_category()["parameters"]

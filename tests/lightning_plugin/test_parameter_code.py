@@ -1,4 +1,4 @@
-"""Steps, hooks and optimizers that compute with all parameters, in the Trainer and Fabric, against one device."""
+"""Steps, hooks and optimizers that read all parameters match one device, in the Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.fabric import Fabric
 from lightning.pytorch.utilities import grad_norm
-from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer, weights
 from torch import Tensor, nn
 
 import weft
@@ -73,7 +73,7 @@ def _batches(num_replicas: int, replica: int) -> torch.utils.data.DataLoader:
 
 
 def _fit(rank: int, world_size: int, layout: str, zero_stage: int | None, cases: list[str], folder: str) -> list[Any]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     num_replicas = 2 if "dp2" in layout else 1
     found = []
     for case in cases:
@@ -92,21 +92,21 @@ LAYOUTS = [("tp2", None), ("dp2", 0), ("dp2", 1), ("dp2,tp2", 3)]
 def test_training_matches_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, _fit, layout="", zero_stage=None, cases=CASES, folder=str(tmp_path))
     for layout, zero_stage in LAYOUTS:
-        cases = CASES if zero_stage != 1 else CASES[:1]  # zero_stage=1 does not support the others
+        cases = CASES if zero_stage != 1 else CASES[:1]  # zero_stage=1 does not support the other optimizers
         size = 4 if "," in layout else 2
         for found in run_on_ranks(size, _fit, layout=layout, zero_stage=zero_stage, cases=cases, folder=str(tmp_path)):
             for case, (seen, values), (expected_seen, expected_values) in zip(cases, found, expected, strict=False):
                 assert seen == pytest.approx(expected_seen, rel=1e-6), (layout, zero_stage, case)
-                # Adafactor's and LBFGS's own arithmetic amplifies the rounding of sums in another order.
+                # Adafactor and LBFGS amplify the rounding errors of sums in another order.
                 for name, value in values.items():
                     label = f"{layout}, zero_stage {zero_stage}, {case}: {name}"
                     torch.testing.assert_close(value, expected_values[name], rtol=1e-7, atol=1e-9, msg=label)
 
 
 @on_ranks(2)
-def test_anomaly_detection(rank: int, world_size: int, tmp_path: Path) -> None:
-    """It finds a NaN in the gradient of a sharded weight, and raises nothing without one."""
-    on_warm_rank(rank, world_size)
+def test_anomaly_detection_finds_nan_of_sharded_weight(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Anomaly detection raises for a NaN in the gradient of a sharded weight, and not if there is no NaN."""
+    set_torchrun_environment(rank, world_size)
     try:
         for case in ("penalty", "nan"):
             run = trainer(2, WeftModelParallelStrategy(plan="auto"), tmp_path, detect_anomaly=True)
@@ -120,7 +120,7 @@ def test_anomaly_detection(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 class PipelineModule(L.LightningModule):
-    """A step that reads all parameters raises; a hook gets the parameters of the rank's stages, and a warning."""
+    """Reads all parameters in a hook, which warns in a pipeline, and if `is_penalized` in a step, which raises."""
 
     def __init__(self, is_penalized: bool) -> None:
         super().__init__()
@@ -139,24 +139,24 @@ class PipelineModule(L.LightningModule):
 
 
 @on_ranks(2)
-def test_all_parameters_with_pipeline(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_reading_all_parameters_with_pipeline_raises_or_warns(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     for is_penalized in (False, True):
         strategy = WeftModelParallelStrategy(plan="auto", layout="pp2", pipeline_cuts=["2"])
         module, run = PipelineModule(is_penalized), trainer(2, strategy, tmp_path)
         loader = torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2)
-        if is_penalized:  # before the model's call, so that the step fails on every stage
+        if is_penalized:  # the step reads them before it calls the model, so that it fails on every stage
             with pytest.raises(ValueError, match=r"a step called parameters\(\) of the module, and with pipeline_cuts"):
                 run.fit(module, loader)
         else:
             with pytest.warns(UserWarning, match=r"a gradient hook called parameters\(\) of the module"):
                 run.fit(module, loader)
-        assert len(list(module.parameters())) == 2  # no longer watched
+        assert len(list(module.parameters())) == 2  # the end of the run has removed the check
 
 
 @on_ranks(2)
-def test_fabric(rank: int, world_size: int) -> None:
-    on_warm_rank(rank, world_size)
+def test_fabric_backward_of_local_parameters(rank: int, world_size: int) -> None:
+    set_torchrun_environment(rank, world_size)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(plan="auto"))
     fabric.launch()
     module = Penalized()

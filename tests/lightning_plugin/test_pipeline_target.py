@@ -1,4 +1,4 @@
-"""find_target: the module to cut and the names of its cuts, with and without a prefix or pipeline_module."""
+"""find_target returns the module to divide into stages and its cuts, with or without a prefix or pipeline_module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 class Module(L.LightningModule):
-    """Holds these modules, called by its steps."""
+    """A LightningModule with these children, and without a forward of its own."""
 
     def __init__(self, **modules: nn.Module) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Module(L.LightningModule):
 
 
 class Network(Module):
-    """Holds these modules, called by its own forward."""
+    """A LightningModule with these children, which its own forward calls in order."""
 
     def forward(self, x: Tensor) -> Tensor:
         for child in self.children():
@@ -50,6 +50,8 @@ def linear() -> nn.Linear:
 
 
 AUTO = None
+# Case -> (LightningModule, pipeline_module, pipeline_cuts, name of the target, cuts relative to the target).
+# A holder is a child that contains all cuts, or layers for all stages; "itself" is the LightningModule.
 EXPECTED: dict[str, tuple[L.LightningModule, str | None, Any, str, Any]] = {
     "given": (Module(model=Net(), head=linear()), "model", ["layers.2"], "model", ["layers.2"]),
     "given, prefix": (Module(model=Net()), "model", ["model.layers.1", "layers.2"], "model", ["layers.1", "layers.2"]),
@@ -165,7 +167,7 @@ ERRORS: dict[str, tuple[L.LightningModule, str | None, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", ERRORS)
-def test_errors(case: str) -> None:
+def test_ambiguous_and_unknown_modules_raise(case: str) -> None:
     module, given, cuts, message = ERRORS[case]
     with pytest.raises(ValueError, match=re.escape(message)):
         find_target("S", module, given, cuts, num_stages=2)

@@ -1,4 +1,4 @@
-"""The classes of every installed namespace, the registered names, and settings that raise at once."""
+"""The classes of every installed namespace, the registered names, and settings that raise in the constructor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRAINER_MODULES = ("weft.lightning", "weft.pytorch_lightning")
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_class_of_each_namespace(name: str) -> None:
+def test_each_namespace_has_its_class_and_presets(name: str) -> None:
     strategies, registry_name = PUBLIC[name]
     cls = importlib.import_module(name).WeftModelParallelStrategy
     assert issubclass(cls, strategies.ModelParallelStrategy)
@@ -88,31 +88,31 @@ def test_registration_is_idempotent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("registry", "made"),
+    ("registry", "entry_class"),
     [
         (lightning.pytorch.strategies.StrategyRegistry, lightning.pytorch.Trainer),
         (lightning.fabric.strategies.STRATEGY_REGISTRY, lightning.fabric.Fabric),
     ],
 )
 def test_error_without_import_is_documented(
-    registry: dict, made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    registry: dict, entry_class: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lightning reads no entry point before it raises, so an entry point cannot replace the import."""
     groups: list[str] = []
     monkeypatch.setattr("lightning.fabric.utilities.registry.entry_points", lambda group: groups.append(group) or [])
     monkeypatch.delitem(registry, "weft")
     with pytest.raises(ValueError) as raised:
-        made(accelerator="cpu", devices=2, strategy="weft")
+        entry_class(accelerator="cpu", devices=2, strategy="weft")
     assert groups == []
     first_sentence = str(raised.value).partition("`.")[0] + "`"
     root = Path(__file__).parents[2]
     for name in ("README.md", "docs/usage.md"):
         assert f"ValueError: {first_sentence}" in " ".join((root / name).read_text().split()), name
-    made(accelerator="cpu", devices=1)
-    assert groups, "entry points are asked for callbacks"
+    entry_class(accelerator="cpu", devices=1)
+    assert groups, "Lightning reads the entry points of callbacks"
 
 
-def test_foreign_registration_is_not_replaced() -> None:
+def test_registration_of_another_package_is_not_replaced() -> None:
     registry = lightning.pytorch.strategies.StrategyRegistry
     ours = registry.pop("weft")
     try:
@@ -210,8 +210,8 @@ def test_invalid_sizes_raise_before_launch(name: str) -> None:
         RuntimeError, match=r"has 1 process .*devices='auto' means 1\): .*tensor_parallel=2' has 2 ranks"
     ):
         trainer_class(accelerator="cpu", strategy=cls(plan="auto", tensor_parallel_size=2), logger=False)
-    fitting = "'data_parallel=1,tensor_parallel=4', 'data_parallel=2,tensor_parallel=2'"
-    with pytest.raises(RuntimeError, match=f"has 4 processes .* whose product is 4, such as {fitting}"):
+    valid_meshes = "'data_parallel=1,tensor_parallel=4', 'data_parallel=2,tensor_parallel=2'"
+    with pytest.raises(RuntimeError, match=f"has 4 processes .* whose product is 4, such as {valid_meshes}"):
         trainer_class(accelerator="cpu", devices=4, strategy=cls(plan={}, tensor_parallel_size=3), logger=False)
     with pytest.raises(RuntimeError, match="layout 'rep2,dp2,tp2' has 8 ranks"):
         trainer_class(accelerator="cpu", devices=4, strategy=cls(layout="rep2,dp2,tp2"), logger=False)

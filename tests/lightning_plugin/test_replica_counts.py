@@ -1,4 +1,4 @@
-"""Samplers, logs, metrics and random numbers over the data axes: each replica counts once, and all start equal."""
+"""Samplers, logs, metrics and random numbers over the data axes: each replica counts once; replicas start equal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_plugin.scripts.plugin_models import (
     Model,
     fixed_data,
     loader,
-    on_warm_rank,
+    set_torchrun_environment,
     trainer,
     weights,
 )
@@ -36,7 +36,7 @@ class Logging(Model):
 @on_ranks(4)
 def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path) -> None:
     """The stock strategy sums over all ranks, tensor-parallel replicas too (lightning 2.6.6, `reduce_fx="sum"`)."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2")
     run = trainer(world_size, strategy, tmp_path)
     [found] = run.validate(Logging(), loader(fixed_data()[:4]), verbose=False)
@@ -50,7 +50,7 @@ def test_each_replica_counts_once(rank: int, world_size: int, tmp_path: Path) ->
 
 @on_ranks(4)
 def test_first_rank_logs_layout_and_bytes(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2", zero_stage=1)
     strategy._engine.console.log = log_lines.append
@@ -75,22 +75,22 @@ def test_first_rank_logs_layout_and_bytes(rank: int, world_size: int, tmp_path: 
 @on_ranks(4)
 @pytest.mark.parametrize("layout", ["dp4", "dp2,tp2", "rep2,dp2"])
 def test_sampler_shards_data_over_data_ranks(rank: int, world_size: int, tmp_path: Path, layout: str) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     model = Model()
     strategy = WeftModelParallelStrategy(plan="auto", layout=layout)
     trainer(world_size, strategy, tmp_path, use_distributed_sampler=True).fit(model, loader(shuffle=True))
-    tensor = strategy.tensor_parallel_group.size()
+    tp_size = strategy.tensor_parallel_group.size()
     seen = torch.cat(model.batches)
     gathered = [torch.empty_like(seen) for _ in range(world_size)]
     dist.all_gather(gathered, seen)
-    all_samples = torch.cat(gathered[::tensor])
+    all_samples = torch.cat(gathered[::tp_size])
     assert sorted(all_samples[:, 0].tolist()) == sorted(fixed_data()[:, 0].tolist())
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("where", ["init", "configure_model"])
 def test_unseeded_replicas_start_equal(rank: int, world_size: int, tmp_path: Path, where: str) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
 
     class Unseeded(Model):
         def configure_model(self) -> None:
@@ -111,8 +111,8 @@ def test_unseeded_replicas_start_equal(rank: int, world_size: int, tmp_path: Pat
     assert all(torch.equal(gathered[0], each) for each in gathered)
     draws = [torch.empty(()) for _ in range(world_size)]
     dist.all_gather(draws, model.drawn)
-    assert draws[0] == draws[1], "a tensor-parallel group draws alike"
-    assert draws[0] != draws[2], "ranks that see other data draw their own numbers"
+    assert draws[0] == draws[1], "the ranks of a tensor-parallel group must draw equal numbers"
+    assert draws[0] != draws[2], "ranks with different data must draw different numbers"
 
 
 class Metrics(Model):
@@ -126,7 +126,7 @@ class Metrics(Model):
         value = float(self.trainer.strategy.data_axes.rank + 1)
         for metric in (self.total, self.values, self.own):
             metric(value)
-        # The first data rank gets two of four right, the second three.
+        # Data-parallel rank 0 predicts two of four targets, rank 1 three.
         target = torch.arange(4)
         self.accuracy(torch.where(target < value + 1, target, (target + 1) % 4), target)
         self.log_dict({"total": self.total, "accuracy": self.accuracy, "own": self.own})
@@ -138,7 +138,7 @@ class Metrics(Model):
 @on_ranks(2, 4)
 def test_torchmetrics_count_each_replica_once(rank: int, world_size: int, tmp_path: Path) -> None:
     """With the stock strategy, torchmetrics sums over all ranks, tensor-parallel replicas included."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     num_data = world_size // 2
     model = Metrics()
     for _ in range(2):  # state of the first run must not break the second
@@ -146,7 +146,7 @@ def test_torchmetrics_count_each_replica_once(rank: int, world_size: int, tmp_pa
         run = trainer(world_size, strategy, tmp_path)
         [found] = run.validate(model, loader(fixed_data()[:4]), verbose=False)
         assert found["total"] == (1 if num_data == 1 else 1 + 2)
-        assert found["own"] == 2 * found["total"], "a group of the user's own stays"
+        assert found["own"] == 2 * found["total"], "a metric keeps the process group that its user has passed"
         assert found["accuracy"] == pytest.approx(2 / 4 if num_data == 1 else (2 + 3) / 8)
         assert sorted(model.gathered.flatten().tolist()) == [1.0, 2.0][:num_data]
         model.values.reset()

@@ -17,7 +17,7 @@ from lightning_plugin.scripts.plugin_models import (
     Model,
     fixed_data,
     loader,
-    on_warm_rank,
+    set_torchrun_environment,
     trainer,
     weights,
 )
@@ -50,11 +50,11 @@ def _draw() -> tuple[float, float, float]:
 
 
 @on_ranks(2, 3)
-def test_without_seed_everything(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_ranks_stay_equal_without_seed_everything(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     _seed_differently(rank)
     model = Model(dropout=0.5, seed=None)
-    expected = model.state_dict()  # before sharding; rank 0's is broadcast below
+    expected = model.state_dict()  # before sharding; rank 0's values are broadcast below
     expected = {name: value.clone() for name, value in expected.items()}
     dist.broadcast_object_list(shared := [expected], src=0)
     drawn = {}
@@ -69,8 +69,8 @@ def test_without_seed_everything(rank: int, world_size: int, tmp_path: Path) -> 
 
 
 @on_ranks(2)
-def test_rank_local_draws_in_hooks(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_rank_local_draws_in_hooks_keep_losses_equal(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     model = Model(dropout=0.5)
     model.on_fit_start = lambda: _draw() if rank == 0 else None
     trainer(world_size, "weft", tmp_path).fit(model, loader())
@@ -111,7 +111,7 @@ def test_generator_states_are_restored(rank: int, world_size: int, seeded: str) 
     assert equal == [seeded == "python", False, seeded == "torch"]
     for number, is_equal in enumerate(equal):
         assert after[number] != before[number]
-        assert not is_equal or after[number] != inside[number], "drawn once more"
+        assert not is_equal or after[number] != inside[number], "must not repeat the draw inside"
 
 
 class _RandomStream(IterableDataset):
@@ -132,10 +132,10 @@ class _RandomSamples(Dataset):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("seeded", [False, True], ids=["unseeded", "seed_everything"])
 @pytest.mark.parametrize("data", [_RandomStream, _RandomSamples])
-def test_random_data(
+def test_random_data_are_equal_on_all_ranks(
     rank: int, world_size: int, tmp_path: Path, num_workers: int, seeded: bool, data: type[Dataset]
 ) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     if seeded:
         L.seed_everything(100, workers=True, verbose=False)
     else:
@@ -151,8 +151,8 @@ def test_random_data(
 
 
 @on_ranks(2)
-def test_different_seeds_of_seed_everything(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_different_seeds_give_equal_batches(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     L.seed_everything(rank, workers=True, verbose=False)
     model = Model(seed=None)
     run = trainer(world_size, "weft", tmp_path, use_distributed_sampler=True)
@@ -175,7 +175,7 @@ class _ShardedByRank(IterableDataset):
 
 @on_ranks(2, 4)
 def test_different_batches_raise(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     if world_size == 2:
         data = [s + rank for s in fixed_data()]
         parties = "rank 0 and rank 1"
@@ -190,7 +190,7 @@ def test_different_batches_raise(rank: int, world_size: int, tmp_path: Path) -> 
 
 @on_ranks(4)
 def test_every_nth_batch_is_compared(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     unchecked = WeftModelParallelStrategy(plan="auto", check_batches=0)
     trainer(world_size, unchecked, tmp_path).predict(Model(), loader(_ShardedByRank()))
     late = _ShardedByRank(num_equal=3)

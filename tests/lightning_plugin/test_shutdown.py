@@ -39,7 +39,7 @@ def _wait_for_exception(tree: ProcessTree, pids: dict[int, int]) -> None:
     time.sleep(1.0)
 
 
-# The actions of rank 0 and rank 1 in each tree. The two trees of a pair run in parallel, as a launch is slow.
+# Case -> the actions of (rank 0, rank 1) in two process trees, which run in parallel, and how to stop a tree.
 PAIRS = {
     "SIGINT": ([("compute", "compute"), ("wait", "compute")], _signal_rank_0(signal.SIGINT)),
     "Ctrl-C": ([("compute", "compute"), ("wait", "compute")], _signal_all(signal.SIGINT)),
@@ -57,9 +57,9 @@ def _check(launcher: list[str], actions: tuple[str, str], stop: Stop, warm_proce
         for rank in (0, 1):
             tree.wait_for_text(
                 f"READY {rank}", timeout=240
-            )  # a loaded machine imports slowly; the limit below starts after this
+            )  # imports are slow on a loaded machine; LIMIT_SECONDS counts from the stop
         pids = {int(r): int(pid) for r, pid in re.findall(r"READY (\d) (\d+)", tree.stdout)}
-        time.sleep(0.2)  # from the READY line to the hang
+        time.sleep(0.2)  # time from the READY line to the hang
         stop(tree, pids)
         start = time.monotonic()
         result = tree.wait(LIMIT_SECONDS)
@@ -105,21 +105,21 @@ import weft.lightning
 from weft._plugin.process_guard import guard
 
 def fails():
-    raise RuntimeError("this one failed")
+    raise RuntimeError("this hook failed")
 
-guard().on_clean_exit(lambda: print("the one before it ran"))
+guard().on_clean_exit(lambda: print("the other hook ran"))
 guard().on_clean_exit(fails)
 """
 
 
 def test_failing_exit_hook_does_not_stop_others() -> None:
     result = run_process([sys.executable, "-c", AT_EXIT], timeout=100)
-    assert result.stdout.splitlines() == ["the one before it ran"]
-    assert "RuntimeError: this one failed" in result.stderr
+    assert result.stdout.splitlines() == ["the other hook ran"]
+    assert "RuntimeError: this hook failed" in result.stderr
 
 
 def test_failed_process_that_hangs_at_exit_ends_with_status_1(tmp_path: Path) -> None:
-    """The sleep runs after the guard's exit handler, because it was registered first, and does not end in time."""
+    """The sleep, registered first, runs after the guard's exit handler and does not end in time."""
     script = tmp_path / "hang.py"
     script.write_text(
         "import atexit, time\n"

@@ -1,4 +1,4 @@
-"""The lines that a strategy logs at the start: nothing sharded on one device, and the replicated parameters."""
+"""The summary of shards that a strategy logs at the start, and its warning about a replicated model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning_plugin.scripts.plugin_models import Model, loader, on_warm_rank, trainer
+from lightning_plugin.scripts.plugin_models import Model, loader, set_torchrun_environment, trainer
 from torch import Tensor, nn
 
 from support.parity import tensor_parallel
@@ -20,7 +20,7 @@ from weft.strategy.reports.summary import MAX_LINES, replicated_lines, summary
 
 @on_ranks(1)
 def test_one_device_logs_no_sharding(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto")
     strategy._engine.console.log = log_lines.append
@@ -35,7 +35,7 @@ def test_one_device_logs_no_sharding(rank: int, world_size: int, tmp_path: Path)
 
 @on_ranks(2)
 def test_replicated_model_warns(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     warned: list[str] = []
     strategy = WeftModelParallelStrategy(plan={"norm": "replicate"})
     strategy._engine.console.warn = warned.append
@@ -69,10 +69,10 @@ class Staged(L.LightningModule):
         ({"layout": "dp2", "zero_stage": 3}, "weft: replicated: 0 of 4 parameters, 0.0 % of their bytes."),
     ],
 )
-def test_layouts_without_tensor_parallelism(
+def test_summary_of_layouts_without_tensor_parallelism(
     rank: int, world_size: int, tmp_path: Path, options: dict[str, Any], sentence: str
 ) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto", **options)
     strategy._engine.console.log = log_lines.append
@@ -87,7 +87,7 @@ def test_summary_of_modules_and_largest_replicated_parameters(world_size: int) -
     model = nn.ModuleDict({"encoder": nn.TransformerEncoder(layer, 2), "table": nn.Embedding(50, 32)})
     parallelize(model, tensor_parallel(world_size), "auto")
     lines = summary(model)
-    assert len(lines) <= MAX_LINES - 4, "those of the strategy come on top"
+    assert len(lines) <= MAX_LINES - 4, "the strategy adds lines of its own"
     assert lines[0] == (
         "sharded: 2 MultiheadAttention with weights gathered for each forward; 2 NonDynamicallyQuantizableLinear with "
         "weights gathered for each forward; 2 linear1, linear2 of TransformerEncoderLayer by heads or hidden units."
@@ -104,7 +104,7 @@ def test_invalid_verify_raises() -> None:
 
 @on_ranks(2)
 def test_missing_verification_is_logged(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     log_lines: list[str] = []
     strategy = WeftModelParallelStrategy(plan="auto", verify="never")
     strategy._engine.console.log = log_lines.append
@@ -126,5 +126,5 @@ def test_layers_of_module_with_several_shardings_are_named(world_size: int) -> N
     model = Net()
     parallelize(model, tensor_parallel(world_size), {"table": "vocab_embedding", "up": "column", "down": "row"})
     assert summary(model)[0] == "sharded: 1 Embedding by rows; 1 up, down of Net by heads or hidden units."
-    parallelize(alone := nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tensor_parallel(world_size), "auto")
-    assert "of Sequential" not in summary(alone)[0]
+    parallelize(sequence := nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tensor_parallel(world_size), "auto")
+    assert "of Sequential" not in summary(sequence)[0]

@@ -39,7 +39,7 @@ class Named(NamedTuple):
         ([[torch.zeros(2), "a", 0.0], [torch.ones(1), "a", 3.0]], [torch.tensor([0.0, 0.0, 1.0]), "a", 1.0]),
     ],
 )
-def test_join_outputs(outputs: list[Any], expected: Any) -> None:
+def test_outputs_of_micro_batches_are_joined(outputs: list[Any], expected: Any) -> None:
     assert is_equal(join_outputs(outputs, SIZES, WEIGHTS), expected)
 
 

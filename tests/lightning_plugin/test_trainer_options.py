@@ -10,7 +10,14 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning_plugin.scripts.plugin_models import Model, assert_same_weights, loader, on_warm_rank, trainer, weights
+from lightning_plugin.scripts.plugin_models import (
+    Model,
+    assert_same_weights,
+    loader,
+    set_torchrun_environment,
+    trainer,
+    weights,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -30,20 +37,21 @@ USER_PLAN = {
 
 
 class Decoder(L.LightningModule):
-    """A Llama, optionally `beside` another layer, with `compiled` blocks, or with a `scheduled` learning rate."""
+    """A Llama; optionally, blocks are `compiled`, the learning rate is `scheduled`, or there is an `extra_layer`."""
 
     def __init__(
         self,
         dtype: torch.dtype = torch.float64,
         compiled: bool = False,
         scheduled: bool = False,
-        beside: bool = False,
+        extra_layer: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.model = Llama(LlamaArgs(dtype=dtype, n_kv_heads=4, hidden_dim=38, vocab_size=VOCAB))
         self.scheduled = scheduled
-        self.beside = nn.Linear(3, 2, dtype=dtype) if beside else None  # then FSDP2 gathers the model separately
+        # If there is another layer, FSDP2 gathers the Llama separately.
+        self.extra_layer = nn.Linear(3, 2, dtype=dtype) if extra_layer else None
         self.losses: list[float] = []
         if compiled:
             for layer in self.model.layers:
@@ -52,8 +60,8 @@ class Decoder(L.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         tokens, targets = batch[0][0], batch[1][0]
         loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
-        if self.beside is not None:
-            loss = loss + self.beside(torch.ones(3, dtype=loss.dtype)).square().mean()
+        if self.extra_layer is not None:
+            loss = loss + self.extra_layer(torch.ones(3, dtype=loss.dtype)).square().mean()
         self.losses.append(loss.item())
         return loss
 
@@ -64,7 +72,7 @@ class Decoder(L.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         if not self.scheduled:
             return optimizer
-        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=6)  # also of the momentum
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=6)  # schedules the momentum, too
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
 
 
@@ -85,7 +93,7 @@ def fit(
     **options: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train six steps and return the losses and weights; layout "": without weft."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     strategy: Any = "auto"
@@ -126,11 +134,11 @@ def assert_matches_one_device(folder: Path, layout: str, stage: int | None, **ca
 
 
 def _predict(rank: int, world_size: int, folder: str, layout: str) -> Tensor | None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy: Any = WeftModelParallelStrategy(plan=USER_PLAN, layout=layout) if layout else "auto"
     num_data, num_tensor = NUM_RANKS[layout]
     [first, *_] = trainer(world_size, strategy, folder).predict(Decoder(), data(num_data, rank // num_tensor))
-    # Code that only one rank runs must need no other rank.
+    # Code that only rank 0 runs must not communicate.
     return first.log_softmax(-1).clone() if rank == 0 else None
 
 
@@ -142,14 +150,16 @@ def test_predictions_are_unsharded(tmp_path: Path, layout: str) -> None:
     torch.testing.assert_close(first, expected[: 4 // num_data], rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
+@pytest.mark.parametrize("extra_layer", [False, True], ids=["only model", "extra layer"])
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
-def test_plan_with_every_style(tmp_path: Path, layout: str, stage: int | None, beside: bool) -> None:
-    assert_matches_one_device(tmp_path, layout, stage, plan=USER_PLAN, module_options={"beside": beside})
+def test_plan_with_every_style_matches_one_device(
+    tmp_path: Path, layout: str, stage: int | None, extra_layer: bool
+) -> None:
+    assert_matches_one_device(tmp_path, layout, stage, plan=USER_PLAN, module_options={"extra_layer": extra_layer})
 
 
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
-def test_recompute_rules(tmp_path: Path, layout: str, stage: int | None) -> None:
+def test_recompute_rules_match_one_device(tmp_path: Path, layout: str, stage: int | None) -> None:
     plan = {
         **USER_PLAN,
         "model.layers.*": {"style": "replicate", "recompute": True},
@@ -159,21 +169,21 @@ def test_recompute_rules(tmp_path: Path, layout: str, stage: int | None) -> None
 
 
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
-def test_schedulers(tmp_path: Path, layout: str, stage: int | None) -> None:
+def test_schedulers_match_one_device(tmp_path: Path, layout: str, stage: int | None) -> None:
     assert_matches_one_device(tmp_path, layout, stage, module_options={"scheduled": True})
 
 
 @pytest.mark.parametrize(("layout", "stage"), MESHES)
-def test_compiled_blocks(tmp_path: Path, layout: str, stage: int | None) -> None:
+def test_compiled_blocks_match_one_device(tmp_path: Path, layout: str, stage: int | None) -> None:
     assert_matches_one_device(tmp_path, layout, stage, module_options={"compiled": True})
 
 
-def test_compiled_blocks_with_sequence_parallel(tmp_path: Path) -> None:
+def test_compiled_blocks_with_sequence_parallel_match_one_device(tmp_path: Path) -> None:
     assert_matches_one_device(tmp_path, "tp2", None, module_options={"compiled": True}, sequence_parallel=True)
 
 
 @pytest.mark.parametrize(("layout", "stage"), [("tp2", None), ("dp2", 1), ("dp2", 3), ("dp2,tp2", 3)])
-def test_float16(tmp_path: Path, layout: str, stage: int | None) -> None:
+def test_float16_matches_float32_of_one_device(tmp_path: Path, layout: str, stage: int | None) -> None:
     """Parameters, gradients and messages are float16."""
     case = {"folder": str(tmp_path), "module_options": {"dtype": torch.float32}}
     [(losses, expected)] = run_on_ranks(1, fit, layout="", stage=None, **case)
@@ -193,7 +203,7 @@ def test_float16(tmp_path: Path, layout: str, stage: int | None) -> None:
 
 
 class Named(Decoder):
-    """A Decoder with another layer beside the model, named `layer_name`."""
+    """A Decoder with another layer next to the model, named `layer_name`."""
 
     def __init__(self, layer_name: str, strict: bool = True) -> None:
         super().__init__()
@@ -205,7 +215,7 @@ class Named(Decoder):
 
 
 def _save(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     for is_directory in (False, True):
         strategy = WeftModelParallelStrategy(plan=USER_PLAN, layout="dp2,tp2", save_distributed_checkpoint=is_directory)
         run = trainer(world_size, strategy, folder)
@@ -218,7 +228,7 @@ def _save(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
 def _validate(
     rank: int, world_size: int, folder: str, layout: str, stage: int | None, is_directory: bool, strict: bool
 ) -> dict[str, Tensor] | str:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan=USER_PLAN, layout=layout, zero_stage=stage)
     model = Named("new", strict)
     run = trainer(world_size, strategy, folder)
@@ -233,7 +243,7 @@ def _validate(
 
 
 @pytest.mark.parametrize("is_directory", [False, True], ids=["file", "directory"])
-def test_checkpoint_of_another_model_and_mesh(tmp_path: Path, is_directory: bool) -> None:
+def test_checkpoint_of_another_model_loads_unless_strict(tmp_path: Path, is_directory: bool) -> None:
     [saved, *_] = run_on_ranks(4, _save, folder=str(tmp_path))
     before = dict(Named("new").named_parameters())
     for layout, stage in [("tp2", None), ("dp2", 0), ("dp2", 3)]:
@@ -247,10 +257,10 @@ def test_checkpoint_of_another_model_and_mesh(tmp_path: Path, is_directory: bool
 
 @on_ranks(2)
 @pytest.mark.parametrize("stages", [(3, 1), (2, 0), (1, 0)])
-def test_second_run_with_lower_zero_stage_raises(
+def test_second_run_below_stage_2_raises_if_fully_sharded(
     rank: int, world_size: int, tmp_path: Path, stages: tuple[int, int]
 ) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     model, raises = Model(), stages[0] >= 2 > stages[1]
     for stage in stages:
         strategy = WeftModelParallelStrategy(plan={}, layout="dp2", zero_stage=stage)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning_plugin.scripts.pipeline_models import ARGS, CUTS, Text, pipeline_strategy, text_loader
-from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -29,7 +29,7 @@ def run_all_loops(
     **run_options: Any,
 ) -> dict[str, Any]:
     """Fit with validation, test and predict; return the results. The layout "auto" is one device without weft."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy: Any = "auto" if layout == "auto" else pipeline_strategy(layout, **options)
     run = trainer(world_size, strategy, folder, max_epochs=2, **run_options)
     model = Text(**model_options)
@@ -78,7 +78,7 @@ def test_matches_one_device(tmp_path: Path, model: str) -> None:
     [expected] = run_on_ranks(1, run_all_loops, layout="auto", options={}, **options)
     for world_size, layout, more in LAYOUTS.values():
         if model == "adamw" and "dp2" in layout:
-            continue  # each rank lowers its learning rate by its own validation
+            continue  # each rank's ReduceLROnPlateau follows that rank's validation
         results = run_on_ranks(world_size, run_all_loops, keeps_groups=True, layout=layout, options=more, **options)
         for result in results:
             assert_matches_one_device(result, expected, has_all_data="dp2" not in layout)
@@ -135,7 +135,7 @@ class Scheduled(Text):
 
 
 def hooks_of(rank: int, world_size: int, folder: str, strategy: Any) -> list[Any]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     hooks = Hooks()
     strategy = pipeline_strategy() if strategy == "staged" else strategy
     run = trainer(world_size, strategy, folder, max_epochs=2, accumulate_grad_batches=2, callbacks=[hooks])
@@ -173,12 +173,12 @@ def num_targets(micro_batch: dict[str, Tensor]) -> int:
     return int(((micro_batch["y"] % 3 != 0) & (micro_batch["i"][:, None] != 4)).sum())
 
 
-def by_stride(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+def split_by_stride(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
     return [{name: value[i::count] for name, value in batch.items()} for i in range(count)]
 
 
 def train_weighted(rank: int, world_size: int, folder: str, options: dict[str, Any] | None) -> dict[str, Any]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy: Any = "auto" if options is None else pipeline_strategy(micro_batch_weight=num_targets, **options)
     run = trainer(world_size, strategy, folder, accumulate_grad_batches=2)
     model = Weighted()
@@ -186,9 +186,9 @@ def train_weighted(rank: int, world_size: int, folder: str, options: dict[str, A
     return {"weights": weights(model), "losses": model.losses, "logged": run.callback_metrics["train_loss_epoch"]}
 
 
-def test_custom_weight_split_and_backward(tmp_path: Path) -> None:
+def test_custom_weight_split_and_backward_match_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, train_weighted, folder=str(tmp_path), options=None)
-    for options in ({"num_micro_batches": 6}, {"split_batch": by_stride, "num_micro_batches": 4}):
+    for options in ({"num_micro_batches": 6}, {"split_batch": split_by_stride, "num_micro_batches": 4}):
         for result in run_on_ranks(2, train_weighted, folder=str(tmp_path), options=options):
             torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
             torch.testing.assert_close(result["logged"], expected["logged"], rtol=1e-10, atol=0)
@@ -199,8 +199,8 @@ def test_custom_weight_split_and_backward(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_later_runs_reuse_stages(rank: int, world_size: int, tmp_path: Path) -> None:
-    """A second fit, another Trainer's test, and metrics that still return the last stage's value afterwards."""
-    on_warm_rank(rank, world_size)
+    """A second fit and another Trainer's test reuse them; metrics still return the last stage's value afterwards."""
+    set_torchrun_environment(rank, world_size)
     strategy, model = pipeline_strategy(), Text()
     run = trainer(world_size, strategy, tmp_path)
     run.fit(model, text_loader())
@@ -235,7 +235,7 @@ class Built(Text):
 
 @on_ranks(2)
 def test_each_rank_materializes_its_stage(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     built, reference = Built(), Text()
     original = {name: value.detach().clone() for name, value in reference.named_parameters(remove_duplicate=False)}
     run = trainer(world_size, pipeline_strategy(), tmp_path, max_steps=0, max_epochs=None)
@@ -246,8 +246,8 @@ def test_each_rank_materializes_its_stage(rank: int, world_size: int, tmp_path: 
 
 
 @on_ranks(2)
-def test_bfloat16_stage_boundaries(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_stages_exchange_bfloat16_under_autocast(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     strategy, model = pipeline_strategy(plan={}, pipeline_cuts=["1"]), Small()
     trainer(world_size, strategy, tmp_path, precision="bf16-mixed").fit(
         model, DataLoader(torch.ones(8, 4), batch_size=4)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning_plugin.scripts.pipeline_models import LENGTH, Text, pipeline_strategy, text_loader
-from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer, weights
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
@@ -53,8 +53,8 @@ def ones_loader(num: int = 8) -> DataLoader:
 
 
 @on_ranks(2)
-def test_half_precisions(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_precision_sets_dtype_of_parameters(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     for precision in ("bf16-true", "bf16-mixed", "32-true"):
         model = Small()
         run = trainer(world_size, small_strategy(), tmp_path, precision=precision)
@@ -78,8 +78,8 @@ class DeferredSmall(Small):
 
 
 @on_ranks(2)
-def test_deferred_values_in_half_precision(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_deferred_parameters_train_in_bfloat16(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     model, built = DeferredSmall(), Small()
     for each in (model, built):
         run = trainer(world_size, small_strategy(), tmp_path, precision="bf16-true")
@@ -89,9 +89,9 @@ def test_deferred_values_in_half_precision(rank: int, world_size: int, tmp_path:
 
 
 @on_ranks(2)
-def test_one_model_under_several_precisions(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_forward_is_recorded_once_per_precision(rank: int, world_size: int, tmp_path: Path) -> None:
     """A forward recorded under one precision is not reused under another."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     model, found = Small(), []
     for precision in ("bf16-mixed", "32-true", "bf16-mixed"):
         [result] = trainer(world_size, small_strategy(), tmp_path, precision=precision).test(
@@ -125,7 +125,7 @@ class Changing(Text):
 
 
 def train_changing(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = (
         pipeline_strategy(micro_batch_weight=lambda micro_batch: micro_batch["y"].numel())
         if strategy == "staged"
@@ -139,7 +139,7 @@ def train_changing(rank: int, world_size: int, folder: str, strategy: Any) -> di
     return {"losses": model.losses, "metrics": metrics, "predicted": predicted}
 
 
-def test_steps_call_model_in_several_ways(tmp_path: Path) -> None:
+def test_steps_with_different_calls_match_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, train_changing, folder=str(tmp_path), strategy="auto")
     for result in run_on_ranks(2, train_changing, folder=str(tmp_path), strategy="staged"):
         torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)
@@ -169,7 +169,7 @@ class Frozen(Text):
 
 
 def train_frozen(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
 
     def run_for(epochs: int, **options: Any) -> Any:
         run = trainer(world_size, pipeline_strategy() if strategy == "staged" else strategy, folder, max_epochs=epochs)
@@ -193,7 +193,7 @@ def test_frozen_stage_resumes(tmp_path: Path) -> None:
 
 
 class Named(Text):
-    """Batches include names; the module has an example of the input, for a summary."""
+    """Predicts from batches that include strings; has an example input for the model summary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Named(Text):
 
 
 def train_named(rank: int, world_size: int, folder: str, strategy: Any) -> Any:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = pipeline_strategy() if strategy == "staged" else strategy
     run, model = trainer(world_size, strategy, folder, enable_model_summary=True), Named()
     run.fit(model, text_loader())
@@ -220,7 +220,7 @@ def train_named(rank: int, world_size: int, folder: str, strategy: Any) -> Any:
     return predicted
 
 
-def test_string_batches_and_model_summary(tmp_path: Path) -> None:
+def test_string_batches_match_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, train_named, folder=str(tmp_path), strategy="auto")
     assert run_on_ranks(2, train_named, folder=str(tmp_path), strategy="staged") == [expected, expected]
 
@@ -241,8 +241,8 @@ class Wrapper(L.LightningModule):
 
 
 @on_ranks(2)
-def test_module_around_staged_model(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+def test_module_around_staged_model_trains(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
     model = Text()
     trainer(world_size, pipeline_strategy(), tmp_path).fit(model, text_loader())
     other, strategy = Wrapper(model.model), pipeline_strategy(pipeline_module="net")
@@ -252,7 +252,7 @@ def test_module_around_staged_model(rank: int, world_size: int, tmp_path: Path) 
     assert [name for name, _ in other.named_parameters() if "." not in name] == ["bias"] * rank
 
 
-class Searching(Small):
+class WithLBFGS(Small):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
 
@@ -280,7 +280,7 @@ class Uncopyable(Small):
 @pytest.mark.parametrize(
     ("cls", "error", "message"),
     [
-        (Searching, ValueError, "LBFGS searches along the gradient of all parameters"),
+        (WithLBFGS, ValueError, "LBFGS searches along the gradient of all parameters"),
         (
             CustomReduction,
             ValueError,
@@ -290,10 +290,10 @@ class Uncopyable(Small):
         (Uncopyable, ValueError, "Linear cannot be copied .*, and every stage needs a copy of it without"),
     ],
 )
-def test_errors_on_all_ranks(
+def test_unsupported_modules_raise_on_all_ranks(
     rank: int, world_size: int, tmp_path: Path, cls: type, error: type[Exception], message: str
 ) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     with pytest.raises(error, match=message):
         trainer(world_size, small_strategy(), tmp_path).fit(cls(), ones_loader())
 
@@ -334,20 +334,20 @@ class Counting(Text):
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
-def test_counts_before_model_call(rank: int, world_size: int, tmp_path: Path, kind: str) -> None:
-    on_warm_rank(rank, world_size)
+def test_code_before_model_call_runs_once_per_stage(rank: int, world_size: int, tmp_path: Path, kind: str) -> None:
+    set_torchrun_environment(rank, world_size)
     cuts = ["layers.1", "layers.2", "layers.3"] if kind == "interleaved" else ["layers.2"]
     model = Counting()
     trainer(world_size, pipeline_strategy(pipeline_cuts=cuts, pipeline_schedule=kind), tmp_path).fit(
         model, text_loader(16)
     )
     assert model.total.compute() == 16
-    times = len(cuts) // 2 + 1  # a rank with several stages runs a step for each
+    times = len(cuts) // 2 + 1  # a rank runs the code of a step once per stage
     assert (model.count, sum(model.sizes), model.seen.item()) == (16 * times,) * 3
 
 
 class Grouped(Small):
-    """Its optimizer has the first layer's parameters only, in groups by dims."""
+    """Its optimizer has the first layer's parameters only, in one group per number of dims, and an empty group."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = [parameter for name, parameter in self.model.named_parameters() if name.startswith("0.")]
@@ -363,9 +363,9 @@ class FirstLayerOnly(Small):
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [Grouped, FirstLayerOnly])
-def test_optimizers_of_layers_on_another_stage(rank: int, world_size: int, tmp_path: Path, kind: type[Small]) -> None:
-    """The second stage has none of the parameters, and its optimizer has the same groups."""
-    on_warm_rank(rank, world_size)
+def test_optimizer_groups_are_empty_on_other_stages(rank: int, world_size: int, tmp_path: Path, kind: type[Small]) -> None:
+    """The second stage's optimizer has the same groups as the first stage's, without parameters."""
+    set_torchrun_environment(rank, world_size)
     model = kind()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     run = trainer(world_size, small_strategy(), tmp_path)

@@ -9,14 +9,14 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_plugin.scripts.pipeline_models import Text, pipeline_strategy, text_loader
-from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer, weights
 from torch import Tensor
 
 from support.ranks import run_on_ranks
 
 
 class Improving(Text):
-    """Its validation loss falls in two epochs and rises after them."""
+    """Its validation loss is lowest in epochs 1 and 2."""
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         loss, _ = self.loss(batch)
@@ -24,7 +24,7 @@ class Improving(Text):
 
 
 def train_with_callbacks(rank: int, world_size: int, folder: str, strategy: Any) -> dict[str, Any]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     best = ModelCheckpoint(dirpath=Path(folder) / str(world_size), monitor="val_loss", save_last=True)
     stop = EarlyStopping("val_loss", patience=2)
     strategy = pipeline_strategy() if strategy == "staged" else strategy
@@ -42,7 +42,7 @@ def train_with_callbacks(rank: int, world_size: int, folder: str, strategy: Any)
     return {"epoch": run.current_epoch, "best": name, "lr": [g["lr"] for g in run.optimizers[0].param_groups]}
 
 
-def test_callbacks_that_monitor_a_validation_metric(tmp_path: Path) -> None:
+def test_callbacks_on_validation_metric_match_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, train_with_callbacks, folder=str(tmp_path), strategy="auto")
     assert expected["epoch"] == 4 and expected["lr"][0] < 1e-2
     assert run_on_ranks(2, train_with_callbacks, folder=str(tmp_path), strategy="staged") == [expected, expected]
@@ -56,7 +56,7 @@ def fit_two_epochs(world_size: int, folder: Path, layout: str, **options: Any) -
 
 
 def train_one_device(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     run, model = trainer(1, "auto", folder), Text("adamw")
     run.fit(model, text_loader(), text_loader(7))
     run.save_checkpoint(Path(folder) / "one.ckpt")
@@ -71,7 +71,7 @@ def train_and_resume(
 
     source: a checkpoint that replaces the first epoch.
     """
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     first, *others = layouts
     path = Path(folder) / (source or f"{first}.ckpt")
     if source is None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning_plugin.scripts.pipeline_models import Text, pipeline_strategy, text_loader
-from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer
 from torch import Tensor, nn
 
 from support.rank_pool import RankFailure
@@ -87,16 +87,15 @@ ERRORS_ON_LAST_STAGE = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ERRORS_ON_ALL_RANKS)
-def test_errors_on_all_ranks(rank: int, world_size: int, tmp_path: Path, kind: str) -> None:
-    on_warm_rank(rank, world_size)
+def test_errors_are_raised_on_all_ranks(rank: int, world_size: int, tmp_path: Path, kind: str) -> None:
+    set_torchrun_environment(rank, world_size)
     error, message = ERRORS_ON_ALL_RANKS[kind]
     with pytest.raises(error, match=message):
         trainer(world_size, pipeline_strategy(), tmp_path).fit(FaultyText(kind), text_loader())
 
 
 @pytest.mark.parametrize("kind", ERRORS_ON_LAST_STAGE)
-def test_errors_on_last_stage(tmp_path: Path, kind: str) -> None:
-    """The other rank quotes the error."""
+def test_errors_on_last_stage_are_quoted_on_first(tmp_path: Path, kind: str) -> None:
     error, message = ERRORS_ON_LAST_STAGE[kind]
     with pytest.raises(RankFailure) as failure:
         run_on_ranks(2, fit_faulty, kind=kind, folder=str(tmp_path))
@@ -106,19 +105,19 @@ def test_errors_on_last_stage(tmp_path: Path, kind: str) -> None:
 
 
 def fit_faulty(rank: int, world_size: int, kind: str, folder: str) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     try:
         run = trainer(world_size, pipeline_strategy(), folder)
         (run.validate if kind == "validation" else run.fit)(FaultyText(kind), text_loader())
     except Exception:
-        if rank == 1:  # as at the end of its process
+        if rank == 1:  # as the exit of its process does
             dist.group.WORLD._get_backend(torch.device("cpu")).shutdown()
         raise
 
 
 @on_ranks(2)
 def test_iterator_and_unknown_name_raise(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     with pytest.raises(ValueError, match=r"IteratorText\.training_step takes a dataloader_iter"):
         trainer(world_size, pipeline_strategy(), tmp_path).fit(IteratorText(), text_loader())
     with pytest.raises(ValueError, match=r"='net', which Text does not have; name one of its modules: 'model', 'acc"):

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning_plugin.scripts.pipeline_models import FlatText, Text, pipeline_strategy, text_loader
-from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer, weights
 from torch import Tensor, nn
 
 from support.rank_pool import RankFailure
@@ -18,7 +18,7 @@ from weft.strategy.pipeline import AutoCuts, staged_model_of
 
 
 class Counting(FlatText):
-    """Counts samples at the end of a step, reads its Trainer's epoch in its forward, and holds its own data."""
+    """Counts samples at the end of a step, reads its Trainer's epoch in its forward, and has a loader as an attribute."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -38,7 +38,7 @@ class Counting(FlatText):
 
 def train_cases(rank: int, world_size: int, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
     """Fit, save, resume from the checkpoint, test and predict; return the results of each case by its layout."""
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     return {layout: train_case(world_size, Path(folder), layout, options) for layout, options in cases.items()}
 
 
@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-def test_lightning_module_as_pipeline(tmp_path: Path) -> None:
+def test_lightning_module_as_pipeline_matches_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, train_cases, folder=str(tmp_path), cases={"one": {}})
     expected = expected["one"]
     for results in run_on_ranks(2, train_cases, folder=str(tmp_path), cases=CASES):
@@ -90,7 +90,7 @@ def test_lightning_module_as_pipeline(tmp_path: Path) -> None:
 
 
 class Wrapped(Text):
-    """Its forward calls the model of its steps, and counts its calls."""
+    """Counts the calls of its forward, which its steps do not call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,8 +104,8 @@ class Wrapped(Text):
 
 @on_ranks(2)
 def test_auto_cuts_are_logged_once_and_reused(rank: int, world_size: int, tmp_path: Path) -> None:
-    """The cuts balance the operations of the example; the only child is divided."""
-    on_warm_rank(rank, world_size)
+    """The cuts balance floating-point operations; the module's only child is divided into stages."""
+    set_torchrun_environment(rank, world_size)
     model, log_lines = Wrapped(), []
     for _ in range(2):
         strategy = pipeline_strategy(pipeline_cuts="auto", pipeline_module=None)
@@ -128,7 +128,7 @@ class Logging(FlatText):
 
 
 class Scaled(FlatText):
-    """Uses its own parameter, which is on the first stage, after the model's call."""
+    """Its step uses a parameter of the first stage after the model's call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,12 +143,12 @@ class WithoutForward(FlatText):
 
 
 def fit(rank: int, world_size: int, folder: str, cls: type) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     trainer(world_size, pipeline_strategy(pipeline_module=""), folder).fit(cls(), text_loader())
 
 
 @on_ranks(2)
-def test_errors_on_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_unsupported_forwards_raise_on_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the forward of Logging logs 'largest', .* log it in a step, after the call"):
         fit(rank, world_size, str(tmp_path), Logging)
     with pytest.raises(ValueError, match=r"to cut WithoutForward itself, which has no forward of its own; write"):
@@ -156,7 +156,7 @@ def test_errors_on_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None
 
 
 def test_first_stage_parameter_after_call_raises(tmp_path: Path) -> None:
-    """Only the last stage can detect it."""
+    """Only the last stage can detect the error."""
     with pytest.raises(
         RankFailure, match=r"after the call of the model, with a parameter or a value that is on an earlier"
     ):

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer
 from ops.memory.counting import counted
 from torch import Tensor, nn
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Blocks(L.LightningModule):
-    """Records the bytes of each kind when gradients are complete, and all bytes after each batch."""
+    """Records the bytes per category when gradients are complete, and all bytes but communication after each batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,8 +69,8 @@ def _expected_bytes(stage: int, num_ranks: int) -> dict[str, int]:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_of_each_stage(rank: int, world_size: int, tmp_path: Path, stage: int, accumulate: int) -> None:
-    on_warm_rank(rank, world_size)
+def test_bytes_of_each_stage_match_table(rank: int, world_size: int, tmp_path: Path, stage: int, accumulate: int) -> None:
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan={}, layout=f"dp{world_size}", zero_stage=stage)
     step_counts = 2 * BLOCKS * 4
     with counted():
@@ -83,10 +83,10 @@ def test_bytes_of_each_stage(rank: int, world_size: int, tmp_path: Path, stage: 
         expected["optimizer_state"] += step_counts
         assert complete == expected
         if accumulate == 2:
-            # Between two micro-batches every rank holds full gradients, at any stage; nothing else exceeds the table.
+            # Between two micro-batches, every rank has full gradients at any stage; all other bytes match the table.
             start = sum(before.values()) - before["communication"]
-            waiting = model.after_batch[2] - start - sum(expected.values()) + expected["gradients"]
-            assert WEIGHTS <= waiting <= 1.02 * WEIGHTS
+            accumulated = model.after_batch[2] - start - sum(expected.values()) + expected["gradients"]
+            assert WEIGHTS <= accumulated <= 1.02 * WEIGHTS
 
 
 class Staged(L.LightningModule):
@@ -119,8 +119,8 @@ class Staged(L.LightningModule):
 def test_pipeline_holds_one_set_of_gradients(
     rank: int, world_size: int, tmp_path: Path, accumulate: int, has_hook: bool
 ) -> None:
-    """The schedule runs before zero_grad; the old gradients are freed before it, unless a hook reads them."""
-    on_warm_rank(rank, world_size)
+    """The schedule runs before zero_grad; the old gradients are freed before the schedule, unless a hook reads them."""
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(
         plan={}, layout="pp2", pipeline_module="model", pipeline_cuts=["2"], num_micro_batches=2
     )
@@ -135,5 +135,5 @@ def test_pipeline_holds_one_set_of_gradients(
     for batch, found in enumerate(sets):
         is_first = batch % accumulate == 0
         expected = 3 if has_hook and is_first else 2  # parameters, and one set of gradients or two
-        # Besides, the gradient of one of 4 weights, before it is added to that of the previous micro-batch.
+        # The rest is the gradient of one of the stage's 4 weights, before it is added to the accumulated gradient.
         assert expected + 0.25 <= found <= expected + 0.3, sets

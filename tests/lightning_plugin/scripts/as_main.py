@@ -1,4 +1,4 @@
-"""Runs a script on warm ranks of the tests, as torchrun would start it."""
+"""Runs a script on the tests' warm ranks, with the environment variables that torchrun sets."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lightning_plugin.scripts.plugin_models import on_warm_rank
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment
 
 
 def run_as_main(rank: int, world_size: int, path: str, arguments: list[str], cwd: str) -> str:
     """Run the script at `path` as `__main__` in the folder `cwd` and return its stdout.
 
-    A script may change the levels of loggers and the filters of warnings: end the ranks afterwards.
+    Close the pools of ranks afterwards: a script may change logger levels and warning filters.
     """
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     before, saved_argv, saved_path, saved_cwd = set(sys.modules), sys.argv, list(sys.path), os.getcwd()
     folder = str(Path(path).parent)
     sys.argv, sys.path[:0] = [path, *arguments], [folder]
@@ -33,7 +33,7 @@ def run_as_main(rank: int, world_size: int, path: str, arguments: list[str], cwd
         os.close(saved_stdout)
         os.chdir(saved_cwd)
         sys.argv, sys.path[:] = saved_argv, saved_path
-        for name in set(sys.modules) - before:  # modules beside the script may have any name
+        for name in set(sys.modules) - before:  # other scripts may import modules of the same name
             if "." not in name and str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
                 del sys.modules[name]
     with stdout:

@@ -1,4 +1,4 @@
-"""A user's script with a LightningCLI; each rank prints a JSON line RESULT {...} of what it has trained."""
+"""A user's script with a LightningCLI; each rank prints its mesh and weights as a line "RESULT {JSON}"."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import weft.lightning
 
 
 class Model(L.LightningModule):
-    """A feed-forward named "layers"; the rules of plans begin with this name."""
+    """An MLP named "layers", the name that the tests' plans match."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
@@ -27,12 +27,12 @@ class Model(L.LightningModule):
 
 
 class Data(L.LightningDataModule):
-    """16 rows in 4 steps, for any number of data-parallel ranks."""
+    """16 rows, trained in 4 steps on any number of data-parallel ranks."""
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
         ranks = self.trainer.distributed_sampler_kwargs
-        # Lightning's own sampler would shuffle with several replicas, and keep the order with one.
+        # Lightning's default sampler shuffles if there are several replicas, and keeps the order if there is one.
         sampler = torch.utils.data.DistributedSampler(rows, shuffle=False, **ranks)
         return torch.utils.data.DataLoader(rows, 4 // ranks["num_replicas"], sampler=sampler)
 
@@ -55,7 +55,7 @@ def main() -> None:
         "moved": (weights[0] - cli.model.start).abs().max().item(),
         "weights": [weight.flatten().tolist() for weight in weights],
     }
-    # In one write: the ranks share a pipe.
+    # A single write, so that the lines of ranks that share a pipe do not interleave.
     os.write(sys.stdout.fileno(), f"RESULT {json.dumps(result)}\n".encode())
 
 

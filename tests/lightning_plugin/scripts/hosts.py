@@ -1,6 +1,6 @@
-"""A user's script on several hosts: trains with strategy="weft"; each rank prints a JSON line RESULT {...}.
+"""A user's script on several hosts: trains with strategy="weft"; each rank prints a line "RESULT {JSON}".
 
-Arguments: number of hosts, devices on each, folder.
+Arguments: number of hosts, devices per host, folder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import weft.lightning  # noqa: F401
 
 
 class DataShard(Model):
-    """Loads its data rank's rows of each batch."""
+    """Loads the rows of each batch that belong to its data-parallel rank."""
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         axes = self.trainer.strategy.data_axes
@@ -50,7 +50,7 @@ def main(num_hosts: int, devices: int, folder: Path) -> None:
         "launcher": type(strategy.cluster_environment).__name__,
         "weights": {name: value.double().sum().item() for name, value in weights(model).items()},
     }
-    # In one write: the ranks share a pipe.
+    # A single write, so that the lines of ranks that share a pipe do not interleave.
     os.write(sys.stdout.fileno(), f"RESULT {json.dumps(result)}\n".encode())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning_plugin.scripts.plugin_models import on_warm_rank, trainer, weights
+from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer, weights
 from torch import Tensor, nn
 
 from support.models import Llama, LlamaArgs, token_batches
@@ -19,7 +19,7 @@ from weft.lightning import WeftModelParallelStrategy
 # The first step creates the optimizer's states, the second uses them, and a wrong step changes all later losses.
 STEPS = 4
 VOCAB = 37
-# (data_replicate, data_parallel, tensor_parallel), by the number of ranks, so that pools of ranks live long.
+# Sizes of (data_replicate, data_parallel, tensor_parallel), sorted by the number of ranks so that pools are reused.
 MESHES = {
     "tp1": (1, 1, 1),
     "tp2": (1, 1, 2),
@@ -79,7 +79,7 @@ class Tokens(L.LightningModule):
 
 
 def batches(num_data: int, data_rank: int, accumulate: int) -> list[tuple[Tensor, Tensor]]:
-    """Return this data rank's rows of the batches that one device would get; `[4 / num_data, 9]` each."""
+    """Return this data rank's rows of one device's batches; inputs and targets are `[4 / num_data, 9]`."""
     rows = 4 // num_data
     return [
         (inputs[data_rank * rows : (data_rank + 1) * rows], targets[data_rank * rows : (data_rank + 1) * rows])
@@ -98,13 +98,13 @@ def fit(
     clip: Any,
     accelerator: str = "cpu",
 ) -> dict[str, Any]:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(**mesh_settings(mesh, stage)) if mesh else "auto"
-    tensor = MESHES[mesh][2] if mesh else 1
+    tp_size = MESHES[mesh][2] if mesh else 1
     model = Tokens(optimizer)
     options = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip, "log_every_n_steps": 1}
     run = trainer(world_size, strategy, folder, accelerator=accelerator, **options)
-    run.fit(model, torch.utils.data.DataLoader(batches(world_size // tensor, rank // tensor, accumulate)))
+    run.fit(model, torch.utils.data.DataLoader(batches(world_size // tp_size, rank // tp_size, accumulate)))
     gradients, fitted = ({k: v.cpu() for k, v in each.items()} for each in (model.gradients, weights(model)))
     return {"losses": model.losses, "gradients": gradients, "weights": fitted, "norms": model.norms}
 
@@ -128,12 +128,12 @@ def assert_matches_one_device(
 ) -> None:
     """Compare losses, the last step's gradients and the weights after STEPS steps with one device."""
     expected = one_device(folder, optimizer, accumulate, clip)
-    tensor, world_size = MESHES[mesh][2], torch.Size(MESHES[mesh]).numel()
+    tp_size, world_size = MESHES[mesh][2], torch.Size(MESHES[mesh]).numel()
     case = {"optimizer": optimizer, "accumulate": accumulate, "clip": clip}
-    options = {"keeps_groups": fit_on_rank is fit}  # another function may bring groups of its own
+    options = {"keeps_groups": fit_on_rank is fit}  # another function may create process groups
     results = run_on_ranks(world_size, fit_on_rank, **options, folder=folder, mesh=mesh, stage=stage, **case)
-    losses = torch.tensor([result["losses"] for result in results[::tensor]], dtype=torch.float64).mean(0)
-    # AdamW divides by the magnitude of gradients, which amplifies the rounding of small ones.
+    losses = torch.tensor([result["losses"] for result in results[::tp_size]], dtype=torch.float64).mean(0)
+    # AdamW divides by the magnitude of gradients, which amplifies the rounding errors of small gradients.
     tolerance = 1e-10 if optimizer == "SGD" else 1e-8
     torch.testing.assert_close(losses, torch.tensor(expected["losses"], dtype=torch.float64), rtol=tolerance, atol=0)
     for result in results:

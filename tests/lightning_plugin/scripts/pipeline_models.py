@@ -92,7 +92,7 @@ class Text(L.LightningModule):
 
 
 class FlatText(Text):
-    """The same without a Llama inside: its own forward calls the layers."""
+    """Text without a Llama submodule: the layers are its own children, and its own forward calls them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -111,7 +111,7 @@ class FlatText(Text):
 
 
 def text_loader(num_samples: int = 18, batch_size: int = 6, rank: int = 0, num_ranks: int = 1) -> DataLoader:
-    """Return batches of tokens, or one data-parallel rank's portion of each."""
+    """Return a loader of token batches, or of data-parallel rank `rank`'s samples of each batch."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(ARGS.vocab_size, (num_samples, LENGTH + 1), generator=generator)
     samples = [{"x": each[:-1], "y": each[1:]} for each in tokens]

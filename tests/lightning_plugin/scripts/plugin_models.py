@@ -1,4 +1,4 @@
-"""Small float64 models and a Trainer for the plugin's tests, on warm ranks and in scripts alike."""
+"""Small float64 models and a Trainer for the plugin's tests, which use them on warm ranks and in scripts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FeedForward(nn.Module):
 
 
 class Model(L.LightningModule):
-    """norm -> MLP -> dropout, times a scale that the training step reads itself; records losses and batches."""
+    """norm -> MLP -> dropout -> + buffer; the loss multiplies by the parameter `scale`. Records losses and batches."""
 
     def __init__(self, dropout: float = 0.0, optimizer: str = "adamw", seed: int | None = 0) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ def trainer(devices: int, strategy: Any, folder: Path | str, **options: Any) -> 
     return L.Trainer(devices=devices, strategy=strategy, **{**settings, **options})
 
 
-def on_warm_rank(rank: int, world_size: int) -> None:
-    """Make this rank of the tests' pool look to Lightning like one that torchrun has started."""
+def set_torchrun_environment(rank: int, world_size: int) -> None:
+    """Set the variables by which Lightning recognizes a process that torchrun has started."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
 
 

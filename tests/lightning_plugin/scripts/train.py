@@ -1,4 +1,4 @@
-"""A user's script: every Trainer entry point in one process tree; each rank prints a JSON line RESULT {...}.
+"""A user's script: every Trainer entry point in one process tree; each rank prints a line "RESULT {JSON}".
 
 Arguments: NAMESPACE (lightning.pytorch or pytorch_lightning), devices, folder.
 """
@@ -70,7 +70,7 @@ def main(namespace: str, devices: int, folder: Path) -> None:
         "group_alive": dist.is_initialized(),
         "other_count": other_count,
     }
-    # In one write: the ranks share a pipe, and torchrun starts them unbuffered.
+    # A single write, so that the lines of ranks that share a pipe do not interleave: torchrun starts them unbuffered.
     os.write(sys.stdout.fileno(), f"RESULT {json.dumps(result)}\n".encode())
 
 

@@ -12,9 +12,9 @@ import pytest
 
 
 def across_hosts(*layouts: str) -> Callable[[Callable[..., None]], Any]:
-    """Run a body of `on_ranks` once per layout, which has a letter for each rank: its host.
+    """Run a test of `on_ranks` once per layout, a string in which the letter of each rank names the rank's host.
 
-    Equal letters are one host. Groups of the weft backend that the body creates are on these hosts.
+    Groups of the weft backend that the test creates use these hosts.
     """
 
     def decorate(body: Callable[..., None]) -> Any:

@@ -1,4 +1,4 @@
-"""One rank of a job over a real network between hosts: `python network.py RANK WORLD_SIZE STORE_ADDRESS INTERFACE`.
+"""One rank of a job on hosts that a network joins: `python network.py RANK WORLD_SIZE STORE_ADDRESS INTERFACE`.
 
 Prints a JSON line with its results.
 """
@@ -24,25 +24,25 @@ def main() -> None:
     dist.init_process_group("cpu:weft", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     tensor = torch.randn(300_000, generator=torch.Generator().manual_seed(rank))
     dist.all_reduce(tensor)
-    everyone: list[object] = [None] * world_size
-    dist.all_gather_object(everyone, {"rank": rank, "network": os.readlink("/proc/self/ns/net")})
+    gathered: list[object] = [None] * world_size
+    dist.all_gather_object(gathered, {"rank": rank, "network": os.readlink("/proc/self/ns/net")})
     received = torch.zeros(3)
     works = [dist.isend(torch.full((3,), float(rank)), (rank + 1) % world_size)]
     works.append(dist.irecv(received, (rank - 1) % world_size))
     for work in works:
         work.wait()
-    half = torch.full((4,), rank + 1.0, dtype=torch.bfloat16)
-    part = torch.zeros(1, dtype=torch.bfloat16)
-    dist.reduce_scatter_tensor(part, half[:1].repeat(world_size))
+    value = torch.full((4,), rank + 1.0, dtype=torch.bfloat16)
+    segment = torch.zeros(1, dtype=torch.bfloat16)
+    dist.reduce_scatter_tensor(segment, value[:1].repeat(world_size))
     print(
         json.dumps(
             {
                 "rank": rank,
                 "sum": tensor.view(torch.uint8).to(torch.int64).cumsum(0)[-1].item(),
                 "bits": tensor[:5].view(torch.int32).tolist(),
-                "everyone": everyone,
+                "gathered": gathered,
                 "received": received.tolist(),
-                "part": part.item(),
+                "segment": segment.item(),
             }
         ),
         flush=True,

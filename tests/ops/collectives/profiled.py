@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 Result = TypeVar("Result")
 
 # Gloo's own events do not distinguish a reduce-scatter from the all-reduce that implements it; the dispatcher's
-# operators do. The backend weft makes some collectives without these operators.
+# operators do. The weft backend runs some collectives without these operators, so its own events are counted.
 _NAMES = {
     "c10d::allreduce_": "all_reduce",
     "c10d::_allgather_base_": "all_gather_into_tensor",
@@ -28,7 +28,7 @@ _NAMES = {
 def collectives_of(run: Callable[[], Result], expected: dict[str, int]) -> Result:
     """Return the result of `run`; assert that its collectives, by c10d's names, are exactly `expected`.
 
-    Its groups must have the backend of the group of all ranks.
+    The groups that `run` uses must have the backend of the default group.
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         result = run()
@@ -39,7 +39,7 @@ def collectives_of(run: Callable[[], Result], expected: dict[str, int]) -> Resul
 
 
 def _weft_names(names: Iterator[str]) -> Iterator[str]:
-    # The backend's events are weft:name, those of operators weft::name.
+    # The backend's events are named weft:name, and the events of operators weft::name.
     return (name.removeprefix("weft:") for name in names if name.startswith("weft:") and "::" not in name)
 
 

@@ -32,11 +32,11 @@ ERRORS: dict[str, Call] = {
     "a dim that ranks do not divide": lambda group, n: dist.all_to_all_single(
         torch.ones(2 * n + 1), torch.ones(2 * n + 1), group=group
     ),
-    "a root outside": lambda group, n: dist.broadcast(torch.ones(2), n, group=group),
-    "a peer outside": lambda group, n: dist.send(torch.ones(2), n + 3, group=group),
-    "itself": lambda group, n: dist.send(torch.ones(2), dist.get_rank(), group=group),
-    "no tensor": lambda group, n: dist.all_reduce([1.0], group=group),
-    "bits of floats": lambda group, n: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR, group=group),
+    "a root outside the group": lambda group, n: dist.broadcast(torch.ones(2), n, group=group),
+    "a peer outside the group": lambda group, n: dist.send(torch.ones(2), n + 3, group=group),
+    "a message to itself": lambda group, n: dist.send(torch.ones(2), dist.get_rank(), group=group),
+    "not a tensor": lambda group, n: dist.all_reduce([1.0], group=group),
+    "a bitwise reduction of floats": lambda group, n: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR, group=group),
     "a product of complex numbers": lambda group, n: dist.all_reduce(
         torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.PRODUCT, group=group
     ),
@@ -44,7 +44,7 @@ ERRORS: dict[str, Call] = {
 
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-ERRORS_OF_NEW_GLOO = {"a dim that ranks do not divide"}  # gloo of torch 2.11 accepts it
+ERRORS_OF_NEW_GLOO = {"a dim that ranks do not divide"}  # gloo before torch 2.15 accepts such a dim
 
 
 @on_ranks(2)
@@ -67,7 +67,7 @@ def test_error_classes_match_gloo(rank: int, world_size: int, case: str) -> None
 
 
 @on_ranks(2)
-def test_error_messages(rank: int, world_size: int) -> None:
+def test_error_messages_quote_arguments(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     with pytest.raises(
         RuntimeError, match=r"got 5 elements|of 5 elements for segments of 2 .* one segment for each rank"

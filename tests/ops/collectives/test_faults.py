@@ -32,11 +32,11 @@ def run_faults(*arguments: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def scenarios() -> list[dict]:
-    """Return scenarios of each collective with rank 1 of 3 killed or stopped in it, some with rank 0 or two hosts."""
+    """Return the results of killing and stopping rank 1 of 3 in each collective, and in some rank 0 or on two hosts."""
     before = set(os.listdir("/dev/shm"))
     found = run_faults("--victims", "1") + run_faults("--victims", "0", "--calls", "all_reduce", "broadcast")
     found += run_faults("--hosts", "abb", "--calls", "all_reduce", "scatter", "send_recv")
-    # With large messages in flight between the hosts: gloo alone did not detect one death in four.
+    # Large messages are in flight between the hosts when the rank dies; gloo alone missed one death in four.
     large = ("--calls", "large_all_reduce", "--signals", "SIGKILL", "--victims", "0", "--repeats", "8")
     found += run_faults("--hosts", "abb", *large)
     assert set(os.listdir("/dev/shm")) == before
@@ -72,7 +72,7 @@ def test_soak_reports_problems(scenarios: list[dict]) -> None:
 
 @on_ranks(2)
 @across_hosts("aa", "ab")
-def test_fork_after_init(rank: int, world_size: int) -> None:
+def test_fork_does_not_disturb_group(rank: int, world_size: int) -> None:
     """A child cannot use its parent's group, and neither its work nor its exit disturbs the group."""
     group = dist.new_group(backend="cpu:weft")
     work = dist.all_reduce(torch.ones(10), group=group, async_op=True)  # starts the background thread
@@ -103,7 +103,7 @@ def run(rank, path, seed):
     if sys.argv[2] == "keep":
         return  # ends without destroying the group
     dist.destroy_process_group()
-    # The same store again: nothing of the first group is in the way.
+    # The first group's keys in the store must not disturb a second group.
     dist.init_process_group("cpu:weft", store=store, rank=rank, world_size=2)
     dist.barrier()
     dist.destroy_process_group()
@@ -114,7 +114,7 @@ if __name__ == "__main__":
 """
 
 
-def test_two_jobs_on_one_machine(tmp_path: Path) -> None:
+def test_two_jobs_on_one_machine_are_independent(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
     jobs = [
@@ -131,7 +131,7 @@ def test_two_jobs_on_one_machine(tmp_path: Path) -> None:
 
 @on_ranks(2)
 @across_hosts("aa", "ab")
-def test_abort_and_destroy(rank: int, world_size: int) -> None:
+def test_abort_and_destroy_fail_pending_calls(rank: int, world_size: int) -> None:
     """An abort fails pending calls at once; so does destroying a group that other ranks still use."""
     group = dist.new_group(backend="cpu:weft")
     if rank == 0:
@@ -141,7 +141,7 @@ def test_abort_and_destroy(rank: int, world_size: int) -> None:
         group._get_backend(torch.device("cpu")).abort()
     group = dist.new_group(backend="cpu:weft")
     if rank == 0:
-        # Between hosts it is detected as a closed connection.
+        # Between hosts, the departure is detected as a closed connection.
         text = r"rank 1 \(.*\) of group '.*' (left the group|was lost) while rank 0"
         with pytest.raises(weft.PeerLostError, match=text):
             dist.all_reduce(torch.ones(3), group=group)
@@ -159,7 +159,7 @@ def test_call_timeout_names_late_rank(rank: int, world_size: int) -> None:
         work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
         with pytest.raises(weft.CollectiveTimeoutError, match=r"timed out after 0.2 s on rank 0.*not arrived rank 1"):
             work.wait(timedelta(seconds=0.2))
-    dist.barrier()  # on the default group: the late rank makes its call only after it
+    dist.barrier()  # on the default group: rank 1 makes its call on `group` only afterwards
     if rank == 1:
         with pytest.raises(weft.CollectiveTimeoutError, match="not arrived rank 1"):
             dist.all_reduce(torch.ones(3), group=group)

@@ -23,7 +23,7 @@ from support.ranks import on_ranks
 def test_callback_waits_for_another_collective(rank: int, world_size: int, how: str) -> None:
     group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=30))
 
-    def again(first: torch.futures.Future) -> torch.Tensor:
+    def all_reduce_again(first: torch.futures.Future) -> torch.Tensor:
         tensor = first.value()[0] + 1
         work = dist.all_reduce(tensor, group=group, async_op=True)
         if how == "work":
@@ -35,7 +35,7 @@ def test_callback_waits_for_another_collective(rank: int, world_size: int, how: 
 
     for _ in range(50):
         work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
-        assert work.get_future().then(again).wait().tolist() == [6.0] * 3
+        assert work.get_future().then(all_reduce_again).wait().tolist() == [6.0] * 3
 
 
 @on_ranks(2)
@@ -51,7 +51,7 @@ def test_future_completes_with_its_work(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_powersgd_on_ddp(rank: int, world_size: int) -> None:
+def test_powersgd_keeps_ddp_replicas_equal(rank: int, world_size: int) -> None:
     """torch's hook chains three all-reduces in callbacks."""
     group = dist.new_group(backend="cpu:weft")
     torch.manual_seed(1)

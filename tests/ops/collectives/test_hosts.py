@@ -18,7 +18,7 @@ gloo = weft.collectives.BackendOptions().transport
 
 
 def transport_calls(rank: int) -> list[tuple[int, int, timedelta]]:
-    """Return the arguments with which a group calls the function that makes its transport."""
+    """Create a group, and return the arguments with which it calls BackendOptions.transport."""
     calls: list[tuple[int, int, timedelta]] = []
 
     def transport(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
@@ -46,7 +46,7 @@ def test_one_host_needs_no_transport(rank: int, world_size: int) -> None:
 
 @on_ranks(3)
 @across_hosts("aab")
-def test_custom_transport(rank: int, world_size: int) -> None:
+def test_transport_without_abort_is_supported(rank: int, world_size: int) -> None:
     """With a transport whose works cannot be aborted, the group still works, fails and is destroyed."""
 
     def weft_on_one_host(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.distributed_c10d.Backend:
@@ -101,8 +101,8 @@ def test_too_large_tag_raises(rank: int, world_size: int) -> None:
 @on_ranks(2)
 @across_hosts("ab")
 def test_transport_without_backend_raises(rank: int, world_size: int) -> None:
-    for made in (None, print):
-        options = weft.collectives.BackendOptions(transport=lambda *_, made=made: made)
+    for returned in (None, print):
+        options = weft.collectives.BackendOptions(transport=lambda *_, returned=returned: returned)
         with pytest.raises(RuntimeError, match=r"got .* from BackendOptions\.transport; return a backend"):
             dist.new_group(backend="cpu:weft", pg_options=options)
 

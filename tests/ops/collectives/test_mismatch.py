@@ -1,4 +1,4 @@
-"""Mismatched calls: the same typed error on every rank, and never a wrong result."""
+"""Mismatched calls raise the same typed error on every rank, and never give a wrong result."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_same_error_on_every_rank(rank: int, world_size: int, case: str) -> None
 
 
 @on_ranks(2)
-def test_splits(rank: int, world_size: int) -> None:
+def test_mismatched_splits_raise(rank: int, world_size: int) -> None:
     group = new_group()
     with pytest.raises(weft.CollectiveMismatchError, match=r"sends \[1, 3\]"):
         (split(1, 3) if rank == 1 else split(2, 2))(group, rank)
@@ -110,7 +110,7 @@ def test_splits(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize(("sent", "received"), [(10, 4), (4, 10), (4000, 10)])
-def test_messages(rank: int, world_size: int, sent: int, received: int) -> None:
+def test_mismatched_message_sizes_raise(rank: int, world_size: int, sent: int, received: int) -> None:
     """Gloo aborts in the first case and leaves stale values in the second."""
     group = new_group()
     buffer = torch.full((received,), 7.0)
@@ -125,7 +125,7 @@ def test_messages(rank: int, world_size: int, sent: int, received: int) -> None:
 
 
 @on_ranks(2, 4)
-def test_order_of_operations(rank: int, world_size: int) -> None:
+def test_mismatched_order_of_operations_raises(rank: int, world_size: int) -> None:
     group = new_group()
     calls = [sum_of(4), gather_of(3)]
     with pytest.raises(weft.CollectiveMismatchError, match=r"all_reduce.*all_gather|all_gather.*all_reduce"):
@@ -139,8 +139,8 @@ def coalesced(group: dist.ProcessGroup, num_tensors: int) -> None:
 
 @on_ranks(2, 3)
 @across_hosts("aaa", "aba")
-def test_coalesced_calls_of_two_lengths(rank: int, world_size: int) -> None:
-    """The lengths are compared with the first tensor: a rank's next call could match the missing one."""
+def test_coalesced_calls_of_two_lengths_raise(rank: int, world_size: int) -> None:
+    """The first tensor's call compares the lengths, because a rank's next call could match a missing tensor's call."""
     group = new_group()
     with pytest.raises(weft.CollectiveMismatchError, match=r"float32 \[4\], tensor 1 of 3\).*tensor 1 of 2"):
         coalesced(group, 2 if rank == 1 else 3)
@@ -150,7 +150,7 @@ def test_coalesced_calls_of_two_lengths(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 @across_hosts("aa", "ab")
-def test_eight_bit_formats(rank: int, world_size: int) -> None:
+def test_different_eight_bit_formats_raise(rank: int, world_size: int) -> None:
     group = new_group()
     dtype = torch.float8_e5m2 if rank == 1 else torch.float8_e4m3fn
     with pytest.raises(weft.CollectiveMismatchError, match=r"float8_e4m3fn \[4\].*float8_e5m2 \[4\]"):
@@ -160,7 +160,7 @@ def test_eight_bit_formats(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_messages_of_two_dtypes(rank: int, world_size: int) -> None:
+def test_messages_of_two_dtypes_raise(rank: int, world_size: int) -> None:
     group = new_group()
     with pytest.raises(weft.CollectiveMismatchError, match=r"sent float32 4 elements.*recv\(int32 4 elements"):
         if rank == 0:
@@ -202,7 +202,7 @@ def test_nan_propagates(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_error_class_is_preserved(rank: int, world_size: int) -> None:
-    """Through works, futures, functional collectives, weft's operators and the backward pass."""
+    """Works, futures, functional collectives, weft's operators and the backward pass raise CollectiveMismatchError."""
     import torch.distributed._functional_collectives as funcol
 
     def waits(group: dist.ProcessGroup) -> None:
@@ -229,7 +229,7 @@ def test_error_class_is_preserved(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2, 4)
-def test_generated_mismatches(rank: int, world_size: int) -> None:
+def test_generated_mismatches_raise(rank: int, world_size: int) -> None:
     """One rank changes one property of a call; hypothesis draws the change, the same on every rank."""
     from hypothesis import HealthCheck, given, seed, settings
     from hypothesis import strategies as st
@@ -248,23 +248,23 @@ def test_generated_mismatches(rank: int, world_size: int) -> None:
         st.sampled_from(sorted(calls)),
         st.sampled_from(dtypes),
     )
-    def check(shape, dtype, changed_property, culprit, extra, other_call, other_dtype) -> None:
+    def check(shape, dtype, changed_property, changed_rank, extra, other_call, other_dtype) -> None:
         call: Body = sum_of(*shape, dtype=dtype)
-        if rank == culprit:
+        if rank == changed_rank:
             if changed_property == "shape":
                 call = sum_of(*shape[:-1], shape[-1] + extra, dtype=dtype)
             elif changed_property == "dtype":
                 call = sum_of(*shape, dtype=other_dtype)
             elif other_call != "all_reduce":
                 call = calls[other_call]
-        fits = (changed_property == "dtype" and other_dtype == dtype) or (
+        matches = (changed_property == "dtype" and other_dtype == dtype) or (
             changed_property == "operation" and other_call == "all_reduce"
         )
         group = new_group()
-        if fits:
+        if matches:
             call(group, rank)
         else:
-            with pytest.raises(weft.CollectiveMismatchError, match=rf"\brank {culprit} called"):
+            with pytest.raises(weft.CollectiveMismatchError, match=rf"\brank {changed_rank} called"):
                 call(group, rank)
                 dist.barrier(group=group)
         dist.destroy_process_group(group)

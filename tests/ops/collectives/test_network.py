@@ -25,7 +25,7 @@ def networks() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
-def test_two_networks(networks: tuple[str, str], hosts: str) -> None:
+def test_hosts_in_two_networks_communicate(networks: tuple[str, str], hosts: str) -> None:
     environment = {"OMP_NUM_THREADS": "1", "WEFT_HOST_ID": ""}  # hosts are distinguished by their real identity
     with contextlib.ExitStack() as ranks:
         jobs = []
@@ -46,7 +46,7 @@ def test_two_networks(networks: tuple[str, str], hosts: str) -> None:
     for result in seen:
         assert result["bits"] == expected[:5].view(torch.int32).tolist()
         assert result["sum"] == expected.view(torch.uint8).to(torch.int64).cumsum(0)[-1].item()
-        assert [each["rank"] for each in result["everyone"]] == list(range(len(hosts)))
-        assert len({each["network"] for each in result["everyone"]}) == 2
+        assert [each["rank"] for each in result["gathered"]] == list(range(len(hosts)))
+        assert len({each["network"] for each in result["gathered"]}) == 2
         assert result["received"] == [float((result["rank"] - 1) % len(hosts))] * 3
-        assert result["part"] == sum(range(1, len(hosts) + 1))
+        assert result["segment"] == sum(range(1, len(hosts) + 1))

@@ -12,7 +12,7 @@ from support.ranks import on_ranks
 
 @on_ranks(2, 3)
 def test_reduce_scatter_reuses_all_gather_pages(world_size: int) -> None:
-    """The segments for other ranks are contiguous in the staging buffer, from the offset of an all-gather's segment."""
+    """A reduce-scatter stages its segments for other ranks from the offset of an all-gather's segment, contiguously."""
     group = dist.new_group(backend="cpu:weft")
     shard = torch.ones(1 << 15)
     full = shard.new_ones(world_size << 15)
