@@ -363,7 +363,7 @@ class FirstLayerOnly(Small):
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [Grouped, FirstLayerOnly])
-def test_optimizer_groups_are_empty_on_other_stages(rank: int, world_size: int, tmp_path: Path, kind: type[Small]) -> None:
+def test_optimizer_groups_empty_on_other_stages(rank: int, world_size: int, tmp_path: Path, kind: type[Small]) -> None:
     """The second stage's optimizer has the same groups as the first stage's, without parameters."""
     set_torchrun_environment(rank, world_size)
     model = kind()

@@ -18,7 +18,7 @@ from weft.strategy.pipeline import AutoCuts, staged_model_of
 
 
 class Counting(FlatText):
-    """Counts samples at the end of a step, reads its Trainer's epoch in its forward, and has a loader as an attribute."""
+    """Counts samples at the end of a step, reads its Trainer's epoch in its forward, and has an attribute `data`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

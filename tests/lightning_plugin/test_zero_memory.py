@@ -69,7 +69,7 @@ def _expected_bytes(stage: int, num_ranks: int) -> dict[str, int]:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_of_each_stage_match_table(rank: int, world_size: int, tmp_path: Path, stage: int, accumulate: int) -> None:
+def test_bytes_of_stages_match_table(rank: int, world_size: int, tmp_path: Path, stage: int, accumulate: int) -> None:
     set_torchrun_environment(rank, world_size)
     strategy = WeftModelParallelStrategy(plan={}, layout=f"dp{world_size}", zero_stage=stage)
     step_counts = 2 * BLOCKS * 4

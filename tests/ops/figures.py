@@ -27,8 +27,8 @@ class Figures:
     backward: dict[str, int]
     keeps: set[str]  # inputs and results that are saved for the backward
     saved: int  # bytes of other tensors saved for the backward
-    forward_peak: int  # beyond the inputs
-    backward_peak: int  # beyond the bytes allocated before it
+    forward_peak: int  # bytes, without the inputs
+    backward_peak: int  # bytes, without those that were allocated before the backward
 
 
 def _collectives(run: Callable[[], object]) -> dict[str, int]:
@@ -39,7 +39,7 @@ def _collectives(run: Callable[[], object]) -> dict[str, int]:
 
 
 def _peak_without_communication(count: Count) -> int:
-    """Return the peak without the collectives' shared memory, which is kept for later calls."""
+    """Return the peak in bytes without the collectives' shared memory, which later calls reuse."""
     return count.peak() - count.peak("communication")
 
 
@@ -95,16 +95,16 @@ def measure(call: Callable[..., Tensor | tuple[Tensor, ...]], make: Callable[[],
 
 
 def measure_message(x: Tensor, rank: int, group: str) -> tuple[Figures, dict[str, int]]:
-    """Return the figures of a message from rank 0 to rank 1 and of its gradients' reply, and the message counts.
+    """Return figures of a message from rank 0 to rank 1, with its gradients sent back, and the messages by name.
 
-    NOTE: a profile omits messages that are in flight at its end, so those of forward and backward can only be counted
-    together.
+    NOTE: a profile omits messages that are in flight at its end, so the messages of forward and backward can only be
+    counted together.
     """
     needs_grad = x.requires_grad
     grad = torch.ones_like(x)
 
     def forward() -> list[Tensor]:
-        """Return after the message has been sent, or received."""
+        """Send or receive; return the token on rank 0, and the received tensor on rank 1."""
         if rank == 0:
             token = weft.ops.pipeline_send([x], 1, 0, group)
             weft.ops.pipeline_wait(token)

@@ -1,10 +1,10 @@
 """Runs the bodies of this folder's tests on ranks with another device.
 
-    test_mlp = on_device("cuda", test_sharded.test_column_row_mlp)
+    test_mlp = on_device("cuda", test_sharded.test_column_row_mlp_matches_unsharded)
 
-In a body that device is torch's default device, and the group of all ranks is one of `backend`. With gloo the ranks
-share a device; with NCCL each has its own, if there are enough. Both hold for the device "cpu" as well, which tests
-everything but the device itself without a GPU.
+In a body, that device is torch's default device, and the default group has the backend `backend`. With gloo, the ranks
+share a device; with NCCL, each rank has its own device, if there are enough. The device "cpu" tests this module without
+a GPU.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SECONDS = 300  # compilation is slow
 def on_device(
     device: str, test: Callable[..., None], num_ranks: int = NUM_RANKS, *, needs_gpu: str = "", backend: str = "gloo"
 ) -> Any:
-    """Return a test with the body and the parameters of `test`; each rank runs a body without ranks by itself.
+    """Return a test with the body and the parameters of `test`; a body without `rank` runs on each rank.
 
     Args:
-        needs_gpu: why the CUDA runtime without a device is not enough.
-        backend: of the group; with another one than gloo, the test is marked `nccl`.
+        needs_gpu: why the test needs a GPU, and not only the CUDA runtime.
+        backend: backend of the default group; unless it is gloo, the test is marked `nccl`.
     """
 
     def device_test(**arguments: object) -> None:
@@ -69,7 +69,7 @@ def run_body(
 
 @contextmanager
 def world_on(backend: str) -> Iterator[None]:
-    """Give the group of all ranks another backend."""
+    """Replace the default group by one that has `backend`, while the body runs."""
     world, other = dist.group.WORLD, dist.new_group(backend=backend)
     dist.group.WORLD = other
     try:

@@ -35,53 +35,53 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> list[Call]:
-    """Return calls of every public operator but pipeline messages, in its main forms; random from the current seed."""
+    """Return calls of every public operator but pipeline messages, in its main forms, with random tensors."""
 
     def random(*shape: int) -> Tensor:
         return _random(*shape, dtype=dtype)
 
     x, w1, w2, w3 = random(2, 3, 5), random(6, 5), random(4, 6), random(6, 5)
     b1, b2, b3 = random(6), random(4), random(6)
-    mlp: dict[str, object] = {"group_name": group_name}
+    group: dict[str, object] = {"group_name": group_name}
     calls = [
-        Call("column_row_mlp", (x, w1, w2, w3, b1, b2, b3), {"activation": "silu", **mlp}),
-        Call("column_row_mlp", (x, w1, w2, w3), {"activation": "gelu", "recompute": True, **mlp}),
-        Call("column_row_mlp", (x, w1, w2), {"activation": "gelu_tanh", **mlp}),
-        Call("column_row_mlp", (x, w1, w2, None, b1, b2), {"activation": "silu", **mlp}),
-        Call("column_row_mlp", (x, w1, w2, w3, b1, b2, b3), {"activation": "relu", "sequence_dim": 1, **mlp}),
-        Call("column_row_mlp", (x, w1, w2), {"activation": "gelu", "sequence_dim": 0, "recompute": True, **mlp}),
-        Call("column_linear", (x, w1, b1), mlp),
-        Call("column_linear", (x, w1), mlp),
-        Call("row_linear", (x, w1, b1), mlp),
-        Call("row_linear", (x, w1), mlp),
-        Call("all_gather_linear", (x, w1, b1), {"gather_dim": 1, **mlp}),
-        Call("all_gather_linear", (x, w1), {"gather_dim": 0, **mlp}),
-        Call("linear_reduce_scatter", (x, w1, b1), {"scatter_dim": -2, **mlp}),
-        Call("linear_reduce_scatter", (x, w1), {"scatter_dim": 0, **mlp}),
-        Call("sharded_linear", (x, w1, b1), mlp),
-        Call("sharded_linear", (x, w1), mlp),
-        Call("vocab_parallel_embedding", (torch.tensor([[0, 3], [1, 0]]), random(4, 5), 0), mlp),
-        Call("vocab_parallel_cross_entropy", (x, torch.tensor([[0, 4, -100], [1, 1, 3]]), 0), mlp),
+        Call("column_row_mlp", (x, w1, w2, w3, b1, b2, b3), {"activation": "silu", **group}),
+        Call("column_row_mlp", (x, w1, w2, w3), {"activation": "gelu", "recompute": True, **group}),
+        Call("column_row_mlp", (x, w1, w2), {"activation": "gelu_tanh", **group}),
+        Call("column_row_mlp", (x, w1, w2, None, b1, b2), {"activation": "silu", **group}),
+        Call("column_row_mlp", (x, w1, w2, w3, b1, b2, b3), {"activation": "relu", "sequence_dim": 1, **group}),
+        Call("column_row_mlp", (x, w1, w2), {"activation": "gelu", "sequence_dim": 0, "recompute": True, **group}),
+        Call("column_linear", (x, w1, b1), group),
+        Call("column_linear", (x, w1), group),
+        Call("row_linear", (x, w1, b1), group),
+        Call("row_linear", (x, w1), group),
+        Call("all_gather_linear", (x, w1, b1), {"gather_dim": 1, **group}),
+        Call("all_gather_linear", (x, w1), {"gather_dim": 0, **group}),
+        Call("linear_reduce_scatter", (x, w1, b1), {"scatter_dim": -2, **group}),
+        Call("linear_reduce_scatter", (x, w1), {"scatter_dim": 0, **group}),
+        Call("sharded_linear", (x, w1, b1), group),
+        Call("sharded_linear", (x, w1), group),
+        Call("vocab_parallel_embedding", (torch.tensor([[0, 3], [1, 0]]), random(4, 5), 0), group),
+        Call("vocab_parallel_cross_entropy", (x, torch.tensor([[0, 4, -100], [1, 1, 3]]), 0), group),
         Call(
             "vocab_parallel_cross_entropy",
             (x, torch.tensor([[0, 4, 2], [1, 1, 3]]), 0),
-            {"label_smoothing": 0.1, "reduction": "none", **mlp},
+            {"label_smoothing": 0.1, "reduction": "none", **group},
         ),
         Call(
             "vocab_parallel_linear_cross_entropy",
             (x, w1, torch.tensor([[0, 4, 5], [1, -7, 3]]), 0),
-            {"label_smoothing": 0.2, "reduction": "sum", "ignore_index": -7, **mlp},
+            {"label_smoothing": 0.2, "reduction": "sum", "ignore_index": -7, **group},
         ),
-        Call("rms_norm", (x, random(5)), mlp),
-        Call("rms_norm", (x,), {"eps": 1e-3, **mlp}),
-        Call("layer_norm", (x, random(5), random(5)), mlp),
-        Call("layer_norm", (x, random(5)), {"eps": 0.1, **mlp}),
-        Call("add_rms_norm", (x, random(2, 3, 5), random(5)), mlp),
-        Call("add_layer_norm", (x, random(2, 3, 5), random(5), random(5)), mlp),
-        Call("add_layer_norm", (x, random(2, 3, 5)), mlp),
+        Call("rms_norm", (x, random(5)), group),
+        Call("rms_norm", (x,), {"eps": 1e-3, **group}),
+        Call("layer_norm", (x, random(5), random(5)), group),
+        Call("layer_norm", (x, random(5)), {"eps": 0.1, **group}),
+        Call("add_rms_norm", (x, random(2, 3, 5), random(5)), group),
+        Call("add_layer_norm", (x, random(2, 3, 5), random(5), random(5)), group),
+        Call("add_layer_norm", (x, random(2, 3, 5)), group),
         Call("join", (x, [torch.empty(0, requires_grad=True)])),
-        Call("dropout", (x, torch.tensor([7], device="cpu")), {"p": 0.4, **mlp}),
-        Call("dropout", (x, torch.tensor(-7, device="cpu")), {"p": 0.4, "dim": -2, **mlp}),
+        Call("dropout", (x, torch.tensor([7], device="cpu")), {"p": 0.4, **group}),
+        Call("dropout", (x, torch.tensor(-7, device="cpu")), {"p": 0.4, "dim": -2, **group}),
         Call("copy_to_group", (x, group_name)),
         Call("reduce_from_group", (x, group_name)),
         Call("scatter_to_group", (x, 1, group_name)),

@@ -10,7 +10,7 @@ import weft
 
 @contextmanager
 def overlapping(mode: weft.overlap.Mode) -> Iterator[None]:
-    """Set the overlap mode on this rank; discard measurements before and after."""
+    """Set the overlap mode on this rank; discard the overlap measurements before and after."""
     before = weft.overlap.mode()
     weft.overlap.set_mode(mode)
     weft.overlap.clear()

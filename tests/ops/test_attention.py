@@ -17,9 +17,9 @@ from ops.collectives.profiled import collectives_of
 from ops.operators import autocast, chunk
 from support.ranks import on_ranks
 
-# Relative to the largest magnitude in a tensor, at least 1. The reference is float64 from the same rounded values. Sums
-# have cancellation, above all the gradient of k's bias, which is 0 without rotary; in bfloat16, projections, attention
-# and steps round to 8 bits each.
+# The largest error, relative to the largest magnitude in a tensor or 1. The reference computes in float64 from the same
+# rounded values. Sums cancel, above all in the gradient of k's bias, which is 0 without rotary embeddings. In bfloat16,
+# projections, attention and steps each round to 8 bits.
 TOLERANCE = {"float64": 1e-12, "float32": 5e-5, "bfloat16": 6e-2}
 REDUCE, GATHER, SCATTER = ({name: 1} for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"))
 DIM, HEADS, HEAD_DIM, TOKENS, RATE = 10, 12, 4, 7, 0.05
@@ -116,24 +116,24 @@ def _module(w: dict[str, Tensor], kv: int, fused: bool, dtype: str, **options: A
     return module
 
 
-def _close(actual: Tensor, expected: Tensor, dtype: str, what: str) -> None:
-    assert actual.shape == expected.shape, what
+def _assert_close(actual: Tensor, expected: Tensor, dtype: str, label: str) -> None:
+    assert actual.shape == expected.shape, label
     bound = TOLERANCE[dtype] * max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
     error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
-    assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
+    assert error <= bound, f"{label}: {error:.2e} > {bound:.2e}"
 
 
 def _compare(
     rank: int, world_size: int, dtype: str, kv: int, fused: bool, bias: bool, shape: tuple[int, ...], **options: Any
 ) -> None:
-    """Take two SGD steps with a block and its reference, and compare every tensor after each."""
+    """Take two SGD steps with a block and its reference, and compare every tensor after each step."""
     forward = {name: options.pop(name) for name in ("cos", "sin", "mask") if name in options}
     causal, sequence_dim = options.get("causal", False), options.get("sequence_dim")
     w = _weights(dtype, kv, bias)
     module = _module(w, kv, fused, dtype, **options)
     if sequence_dim is not None:
         forward["sequence_size"] = shape[sequence_dim]
-    what = f"{kv} kv heads, fused {fused}, bias {bias}, {options}"
+    label = f"{kv} kv heads, fused {fused}, bias {bias}, {options}"
 
     def local_shard(tensor: Tensor) -> Tensor:
         tensor = tensor.to(getattr(torch, dtype))
@@ -147,16 +147,16 @@ def _compare(
         local_x = local_shard(x)
         out = module(local_x, **forward)
         out.backward(local_shard(grad).detach())
-        _close(out, local_shard(y), dtype, f"y, {what}, step {step}")
-        _close(local_x.grad, local_shard(gradients[0]), dtype, f"grad x, {what}, step {step}")
+        _assert_close(out, local_shard(y), dtype, f"y, {label}, step {step}")
+        _assert_close(local_x.grad, local_shard(gradients[0]), dtype, f"grad x, {label}, step {step}")
         full = dict(zip(w, gradients[1:], strict=True))
         for name, expected in _shards(full, kv, fused, world_size, rank).items():
-            _close(module.get_parameter(name).grad, expected, dtype, f"grad {name}, {what}, step {step}")
+            _assert_close(module.get_parameter(name).grad, expected, dtype, f"grad {name}, {label}, step {step}")
         w = {name: (t - RATE * full[name]).detach().requires_grad_() for name, t in w.items()}
         torch.optim.SGD(module.parameters(), RATE).step()
         module.zero_grad()
     for name, expected in _shards(w, kv, fused, world_size, rank).items():
-        _close(module.get_parameter(name), expected, dtype, f"{name}, {what}")
+        _assert_close(module.get_parameter(name), expected, dtype, f"{name}, {label}")
     _assert_replicas_equal(module)
 
 
@@ -173,14 +173,14 @@ def _assert_replicas_equal(module: nn.Module) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_sharded_and_replicated_kv_heads(rank: int, world_size: int) -> None:
+def test_sharded_and_replicated_kv_heads_match_reference(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
     for kv, fused in product(_kv_counts(world_size), (True, False)):
         _compare(rank, world_size, "float64", kv, fused, fused, (2, TOKENS, DIM), causal=fused)
 
 
 @on_ranks(1, 2, 3, 4)
-def test_sequence_shards(rank: int, world_size: int) -> None:
+def test_sequence_shards_match_reference(rank: int, world_size: int) -> None:
     """Shards of the sequence: even, uneven, empty on some ranks, empty on all."""
     torch.manual_seed(2)
     shapes = {True: [((2, TOKENS, DIM), 1), ((2, 0, DIM), 1)], False: [((12, DIM), 0), ((2, 1, DIM), -2)]}
@@ -191,7 +191,7 @@ def test_sequence_shards(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_other_dtypes(rank: int, world_size: int, dtype: str) -> None:
+def test_float32_and_bfloat16_match_reference(rank: int, world_size: int, dtype: str) -> None:
     torch.manual_seed(3)
     angles = torch.rand(TOKENS, HEAD_DIM // 2).repeat(1, 2)
     for kv, sequence_dim in product((12, 2), (None, 1)):
@@ -200,7 +200,7 @@ def test_other_dtypes(rank: int, world_size: int, dtype: str) -> None:
 
 
 @on_ranks(2)
-def test_masks_and_rotary(rank: int, world_size: int) -> None:
+def test_masks_and_rotary_match_reference(rank: int, world_size: int) -> None:
     torch.manual_seed(4)
     angles = torch.rand(2, TOKENS, HEAD_DIM // 2).double().repeat(1, 1, 2)
     rotary = {"cos": angles.cos(), "sin": angles.sin()}
@@ -216,8 +216,8 @@ def test_masks_and_rotary(rank: int, world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_gradients_of_masks_and_rotary(rank: int, world_size: int) -> None:
-    """Each rank computes those of its own heads; they are summed over the ranks."""
+def test_gradients_of_masks_and_rotary_match_reference(rank: int, world_size: int) -> None:
+    """Each rank computes the gradients of its own heads; the ranks' gradients are summed."""
     torch.manual_seed(5)
     w = _weights("float64", 4, bias=False)
     leaves = [torch.randn(TOKENS, size).double().requires_grad_() for size in (HEAD_DIM, HEAD_DIM, TOKENS)]
@@ -283,7 +283,7 @@ def test_invalid_inputs_raise() -> None:
 
 
 @on_ranks(4)
-def test_initial_values(rank: int) -> None:
+def test_only_replicated_heads_start_equal(rank: int) -> None:
     """Replicated heads have equal values, other heads different ones; all within nn.Linear's bounds."""
     torch.manual_seed(rank)
     for fused in (True, False):
@@ -309,7 +309,7 @@ def _run(module: nn.Module, x: Tensor, **forward: Tensor) -> list[Tensor]:
 
 
 def _blocks() -> list[tuple[nn.Module, dict[str, Tensor]]]:
-    """Return blocks and their extra forward arguments: heads replicated on some of 4 ranks, else sharded or on all."""
+    """Return blocks and their extra forward arguments; on 4 ranks, key/value heads are replicated on some ranks."""
     torch.manual_seed(0)
     blocks = []
     for kv, fused, sequence_dim in [(2, False, 1)] if dist.get_world_size() == 4 else [(4, False, None), (1, True, 1)]:
@@ -320,7 +320,7 @@ def _blocks() -> list[tuple[nn.Module, dict[str, Tensor]]]:
 
 
 @on_ranks(2, timeout=300)
-def test_compile_and_export(rank: int) -> None:
+def test_compiled_and_exported_blocks_match_eager(rank: int) -> None:
     for block, forward in _blocks():
         inputs = {tokens: torch.randn(2, tokens, DIM) for tokens in (3, 5)}
         eager = {tokens: _run(block, x, **forward) for tokens, x in inputs.items()}
@@ -328,7 +328,7 @@ def test_compile_and_export(rank: int) -> None:
         compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
         for tokens, x in inputs.items():
             torch.testing.assert_close(_run(compiled, x, **forward), eager[tokens])
-        # On CUDA, torch 2.11 does not prove min(4 s, 12 s) = 4 s, which its attention asks for, of a named size.
+        # On CUDA, attention in torch 2.11 requires min(4 s, 12 s) = 4 s, which torch cannot prove for a named size s.
         size = torch.export.Dim("s", min=2) if inputs[3].is_cpu else torch.export.Dim.AUTO
         shapes = {"x": {1: size}, **dict.fromkeys(forward)}
         program = torch.export.export(block, (torch.randn(2, 4, DIM),), forward, dynamic_shapes=shapes)
@@ -348,7 +348,7 @@ def test_compiles_while_a_default_device_is_set() -> None:
 
 
 @on_ranks(2, 4)
-def test_script_save_load_rebind(rank: int) -> None:
+def test_scripted_block_loads_and_rebinds(rank: int) -> None:
     new_group = dist.new_group().group_name
     for block, forward in _blocks():
         x = torch.randn(2, 3, DIM)
@@ -368,12 +368,12 @@ def test_script_save_load_rebind(rank: int) -> None:
         else:
             assert weft.nn.rebind_group(loaded, new_group) == 1
         assert (loaded.group_name, loaded.kv_group_name) == (new_group, kv_group)
-        for _ in range(3):  # the profiling executor specialises after two runs
+        for _ in range(3):  # the profiling executor specializes after two runs
             torch.testing.assert_close(_run(loaded, x, **forward), eager)
 
 
 @on_ranks(1, 2)
-def test_autocast(rank: int) -> None:
+def test_autocast_computes_in_bfloat16(rank: int) -> None:
     angles = torch.rand(5, HEAD_DIM // 2).repeat(1, 2)
     for block, _ in _blocks():
         x = torch.randn(2, 5, DIM)

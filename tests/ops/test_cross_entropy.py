@@ -15,9 +15,9 @@ from ops.operators import autocast, chunk
 from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
-# Tolerances for logits that are computed in the dtype itself.
+# Tolerances for logits that the operator computes, in the dtype.
 PRODUCT_TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.15, "float16": 2e-2}
-# (vocabulary, shape of the targets): even, uneven, ranks without classes, a single token, none.
+# (vocabulary size, shape of the targets): even and uneven shards, ranks without classes, one token, no tokens.
 SIZES = [(8, (2, 3)), (7, (5,)), (2, (4,)), (11, ()), (6, (0,))]
 OPTIONS = [
     {},
@@ -31,18 +31,18 @@ def _group() -> str:
     return dist.group.WORLD.group_name
 
 
-def _close(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    assert actual.shape == expected.shape, what
+def _assert_close(actual: Tensor, expected: Tensor, tolerance: float, label: str) -> None:
+    assert actual.shape == expected.shape, label
     bounds = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
-    torch.testing.assert_close(actual.double(), expected.double(), **bounds, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(actual.double(), expected.double(), **bounds, msg=lambda text: f"{label}: {text}")
 
 
 def _problem(vocab: int, shape: tuple[int, ...], dtype: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return hidden states, output matrix, logits (around 50) and targets, equal on all ranks."""
     torch.manual_seed(3)
-    kind = getattr(torch, dtype)
-    x, weight = torch.randn(*shape, 4).to(kind), torch.randn(vocab, 4).to(kind)
-    logits = (torch.randn(*shape, vocab) * 3 + 50).to(kind)
+    torch_dtype = getattr(torch, dtype)
+    x, weight = torch.randn(*shape, 4).to(torch_dtype), torch.randn(vocab, 4).to(torch_dtype)
+    logits = (torch.randn(*shape, vocab) * 3 + 50).to(torch_dtype)
     target = torch.randint(0, vocab, shape)
     if target.numel() > 1:
         target.view(-1)[1] = -100
@@ -59,11 +59,11 @@ def _reference(logits: Tensor, target: Tensor, options: dict[str, object]) -> Te
 
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_losses_and_gradients(rank: int, world_size: int, dtype: str) -> None:
+def test_losses_and_gradients_match_torch(rank: int, world_size: int, dtype: str) -> None:
     for vocab, shape in SIZES:
         for options in OPTIONS:
             x, weight, logits, target = _problem(vocab, shape, dtype)
-            ours = target.masked_fill(target == -100, options.get("ignore_index", -100))
+            ignored_target = target.masked_fill(target == -100, options.get("ignore_index", -100))
             start, _ = weft.nn.shard_range(vocab, world_size, rank)
             common = {"group_name": _group(), "vocab_size": vocab, **options}
 
@@ -72,21 +72,21 @@ def test_losses_and_gradients(rank: int, world_size: int, dtype: str) -> None:
             grad = torch.ones(expected.shape).cumsum(-1).double() if expected.dim() else torch.tensor(1.5).double()
             expected.backward(grad)
             shard = chunk(logits, -1, world_size, rank)
-            loss = weft.ops.vocab_parallel_cross_entropy(shard, ours, start, **common)
+            loss = weft.ops.vocab_parallel_cross_entropy(shard, ignored_target, start, **common)
             assert loss.dtype is (torch.float64 if dtype == "float64" else torch.float32)
-            _close(loss, expected, TOLERANCE[dtype], "loss")
+            _assert_close(loss, expected, TOLERANCE[dtype], "loss")
             loss.backward(grad.to(loss.dtype))
-            _close(shard.grad, chunk(full.grad, -1, world_size, rank), TOLERANCE[dtype], "grad logits")
+            _assert_close(shard.grad, chunk(full.grad, -1, world_size, rank), TOLERANCE[dtype], "grad logits")
 
             full_x, full_weight = x.double().requires_grad_(), weight.double().requires_grad_()
             expected = _reference(full_x @ full_weight.t(), target, options)
             expected.backward(grad)
             local_x, rows = x.detach().clone().requires_grad_(), chunk(weight, 0, world_size, rank)
-            loss = weft.ops.vocab_parallel_linear_cross_entropy(local_x, rows, ours, start, **common)
-            _close(loss, expected, PRODUCT_TOLERANCE[dtype], "loss of the product")
+            loss = weft.ops.vocab_parallel_linear_cross_entropy(local_x, rows, ignored_target, start, **common)
+            _assert_close(loss, expected, PRODUCT_TOLERANCE[dtype], "loss of the product")
             loss.backward(grad.to(loss.dtype))
-            _close(local_x.grad, full_x.grad, PRODUCT_TOLERANCE[dtype], "grad x")
-            _close(rows.grad, chunk(full_weight.grad, 0, world_size, rank), PRODUCT_TOLERANCE[dtype], "grad weight")
+            _assert_close(local_x.grad, full_x.grad, PRODUCT_TOLERANCE[dtype], "grad x")
+            _assert_close(rows.grad, chunk(full_weight.grad, 0, world_size, rank), PRODUCT_TOLERANCE[dtype], "weight")
 
 
 @on_ranks(2)
@@ -108,8 +108,8 @@ def test_number_of_collectives(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_memory(rank: int) -> None:
-    """Beside inputs and results: some numbers per token, and for the product one chunk of logits, 32 MiB."""
+def test_memory_is_bounded(rank: int) -> None:
+    """Besides inputs and results, both losses need some numbers per token; the linear one, a 32 MiB chunk of logits."""
     vocab, tokens = 32768, 1024
     target = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(0))
     common = {"group_name": _group(), "vocab_size": vocab}
@@ -137,10 +137,10 @@ def test_memory(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_chunked_losses(rank: int) -> None:
-    """There are more tokens than a chunk of logits holds: 209, for 40000 classes on this rank.
+def test_chunked_losses_match_torch(rank: int) -> None:
+    """There are more tokens than the 209 that a chunk of logits holds for 40000 classes per rank.
 
-    The reference is float64. Only the gradient of x, which has cancellation over all classes, may have torch's error.
+    The reference is float64. The gradient of x, in which the classes cancel, may be as inexact as torch's in float32.
     """
     vocab = 80000
     torch.manual_seed(0)
@@ -161,12 +161,12 @@ def test_chunked_losses(rank: int) -> None:
     shard = chunk(logits, 1, 2, rank)
     loss = weft.ops.vocab_parallel_cross_entropy(shard, target, start, **common)
     loss.backward()
-    _close(loss, expected, 1e-5, "loss")
+    _assert_close(loss, expected, 1e-5, "loss")
     torch.testing.assert_close(shard.grad.double(), chunk(grad_logits, 1, 2, rank), rtol=1e-4, atol=1e-9)
     x, rows = x.requires_grad_(), chunk(weight, 0, 2, rank)
     loss = weft.ops.vocab_parallel_linear_cross_entropy(x, rows, target, start, **common)
     loss.backward()
-    _close(loss, expected, 1e-5, "loss of the product")
+    _assert_close(loss, expected, 1e-5, "loss of the product")
     torch.testing.assert_close(rows.grad.double(), chunk(grad_weight, 0, 2, rank), rtol=1e-4, atol=1e-7)
     ours, torchs = (
         ((grad.double() - grad_x).abs() / (1e-7 + 1e-4 * grad_x.abs())).max() for grad in (x.grad, torchs_grad_x)
@@ -175,7 +175,7 @@ def test_chunked_losses(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_masked_and_large_logits(rank: int) -> None:
+def test_masked_and_large_logits_match_torch(rank: int) -> None:
     """A rank whose classes are all masked out contributes nothing; large logits lose no digits."""
     inf = float("inf")
     for dtype, rows in (
@@ -213,8 +213,7 @@ def _views(rank: int, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 @on_ranks(2)
 @LAYOUTS
 @DTYPES
-def test_noncontiguous_logits(rank: int, layout: str, dtype: torch.dtype) -> None:
-    """Non-contiguous logits give the correct loss and gradient."""
+def test_noncontiguous_logits_match_torch(rank: int, layout: str, dtype: torch.dtype) -> None:
     full, shard, target, start = _views(rank, layout, dtype)
     reference = full.double().requires_grad_()
     expected = F.cross_entropy(reference, target, label_smoothing=0.1)
@@ -222,7 +221,7 @@ def test_noncontiguous_logits(rank: int, layout: str, dtype: torch.dtype) -> Non
     options = {"group_name": _group(), "vocab_size": full.size(1), "label_smoothing": 0.1}
     loss = weft.ops.vocab_parallel_cross_entropy(shard, target, start, **options)
     loss.backward()
-    _close(loss, expected, 1e-5, "loss")
+    _assert_close(loss, expected, 1e-5, "loss")
     tolerance = {"rtol": 1e-4 if dtype is torch.float32 else 4e-3, "atol": 1e-9}
     torch.testing.assert_close(shard.grad.double(), chunk(reference.grad, 1, 2, rank), **tolerance)
 
@@ -286,7 +285,7 @@ def test_errors_leave_group_usable(rank: int) -> None:
 
 @on_ranks(2)
 def test_targets_are_checked_before_communication(rank: int) -> None:
-    """Only on the CPU."""
+    """Targets are checked only on the CPU."""
     text = "got targets from 0 to 8; pass classes from 0 to vocab_size - 1 = 7"
     _check_error(rank, text, {"target": torch.tensor([0, 8])})
     total = torch.ones(1)
@@ -344,5 +343,5 @@ def test_compile_export_script_and_autocast(rank: int) -> None:
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch was built without CUDA")
 @pytest.mark.parametrize("operator", ["aten::addmm.dtype_out", "aten::mm.dtype"])
 def test_torch_has_products_with_float32_sums_on_cuda(operator: str) -> None:
-    """The gradient of a half-precision weight is summed over chunks of tokens by these kernels; no GPU is needed."""
+    """These kernels sum the gradient of a half-precision weight over chunks of tokens. The check needs no GPU."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CUDA")

@@ -1,6 +1,6 @@
-"""The operators on a CUDA device against the CPU in float64: values and gradients, a group of one.
+"""Values and gradients of the operators on a CUDA device match the CPU in float64, on a group of one rank.
 
-On 2 ranks: test_cuda_ranks.py.
+test_cuda_ranks.py tests 2 ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _moved(call: Call, device: str, dtype: torch.dtype) -> Call:
         if not isinstance(arg, Tensor):
             return arg
         if not arg.is_floating_point():
-            return arg if call.name == "dropout" else arg.to(device)  # its seed is read on the CPU
+            return arg if call.name == "dropout" else arg.to(device)  # dropout reads its seed on the CPU
         return arg.detach().to(device, dtype).requires_grad_()
 
     return Call(call.name, tuple(move(arg) for arg in call.args), call.kwargs)
@@ -59,7 +59,7 @@ def test_matches_cpu(index: int, dtype: torch.dtype) -> None:
 
 
 @on_ranks(1)
-def test_nccl_group_of_one_rank() -> None:
+def test_nccl_group_of_one_rank_matches_cpu() -> None:
     """The operators resolve the group, but have nothing to communicate."""
     group = dist.new_group(backend="cpu:weft,cuda:nccl")
     total = torch.ones(1, device="cuda")
@@ -76,7 +76,7 @@ def test_mixed_devices_raise() -> None:
 
 
 @pytest.mark.gpu("inductor compiles kernels with Triton")
-def test_compile_on_cuda() -> None:
+def test_compiled_mlp_matches_eager_on_cuda() -> None:
     mlp = weft.nn.ColumnRowMLP(64, 96, group_name="", device=torch.device("cuda"))
     x = torch.randn(8, 64, device="cuda")
     torch.testing.assert_close(torch.compile(mlp, fullgraph=True)(x), mlp(x), rtol=1e-4, atol=1e-4)

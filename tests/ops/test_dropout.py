@@ -1,4 +1,4 @@
-"""dropout: the mask depends only on the seed and the index in the unsharded tensor, however that is sharded."""
+"""dropout: the mask depends only on the seed and the index in the unsharded tensor, for any sharding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_known_answers() -> None:
 
 
 def test_module_traces_with_fake_cuda_tensors() -> None:
-    """Also without a GPU. Beside CUDA tensors, traced code accepts only CPU tensors without dims: the seed."""
+    """Tracing needs no GPU. Next to CUDA tensors, traced code accepts only CPU tensors without dims, like the seed."""
     with FakeTensorMode():
         x = torch.empty(4, 6, device="cuda")
         assert weft.nn.Dropout(0.5, group_name="", dim=None)(x).device == x.device
@@ -100,13 +100,13 @@ def test_saves_no_mask() -> None:
         assert count.now() - y.nbytes <= 64  # the seed
 
 
-def test_second_derivative() -> None:
+def test_second_derivative_is_correct() -> None:
     x = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda t: _dropout(t, 3, 0.5) ** 2, (x,))
 
 
 @on_ranks(2)
-def test_errors(rank: int) -> None:
+def test_invalid_arguments_raise(rank: int) -> None:
     x, seed = torch.ones(2, 4), torch.tensor([1], device="cpu")
     for error, text, call, options in [
         (ValueError, "weft::dropout: got p 1.5; pass a probability", (x, seed), {"p": 1.5}),

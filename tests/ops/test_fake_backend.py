@@ -1,4 +1,4 @@
-"""Every operator under torch's fake process group, in which one rank simulates a job: for memory and tracing."""
+"""Every operator runs under torch's fake process group, in which one process simulates a rank of a job."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ torch.manual_seed(0)
 name = dist.group.WORLD.group_name
 for device in DEVICES:
     for call in sample_calls(name):
-        there = "cpu" if call.name == "dropout" and device != "cpu" else device  # whose seed is read on the CPU
-        args = [arg.detach().to(device if arg.is_floating_point() else there).requires_grad_(arg.requires_grad)
+        integer_device = "cpu" if call.name == "dropout" else device  # dropout reads its seed on the CPU
+        args = [arg.detach().to(device if arg.is_floating_point() else integer_device).requires_grad_(arg.requires_grad)
                 if isinstance(arg, torch.Tensor) else arg for arg in call.args]
         y = call.op(*args, **call.kwargs)
         meta = [arg.detach().to("meta") if isinstance(arg, torch.Tensor) else arg for arg in call.args]
@@ -32,13 +32,13 @@ for device in DEVICES:
         sum(result.sum() for result, _ in results).backward()
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                # Pretended ranks deliver whatever the memory held: values say nothing.
+                # Fake collectives exchange no data, so the values are undefined.
                 assert arg.grad.shape == arg.shape and arg.grad.dtype == arg.dtype, call.name
     x = torch.ones(3, 4, device=device, requires_grad=True)
-    there = weft.ops.pipeline_send([x], 2, 0, name)
+    token = weft.ops.pipeline_send([x], 2, 0, name)
     [back] = weft.ops.pipeline_wait(weft.ops.pipeline_recv([x], 0, 0, name))
     assert back.shape == x.shape and back.device.type == device
-    weft.ops.join(back.sum(), [there]).backward()
+    weft.ops.join(back.sum(), [token]).backward()
     assert x.grad.shape == x.shape
     assert not weft.ops.pipeline_wait(weft.ops.pipeline_send([x.detach()], 2, 0, name))
     weft.ops.pipeline_flush(name)
@@ -55,10 +55,10 @@ def _run(device: str) -> None:
     assert f"{device} ok" in result.stdout
 
 
-def test_on_cpu() -> None:
+def test_operators_run_on_cpu() -> None:
     _run("cpu")
 
 
 @pytest.mark.cuda
-def test_on_cuda() -> None:
+def test_operators_run_on_cuda() -> None:
     _run("cuda")

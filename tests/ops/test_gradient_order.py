@@ -16,7 +16,7 @@ def _weights() -> dict[str, Tensor]:
     return {"w1": torch.randn(6, 4), "w3": torch.randn(6, 4), "w2": torch.randn(4, 6)}
 
 
-# In the order of backward. "begins": the node that computes a weight's gradient runs. "complete": its leaf has it.
+# "begins": the node that computes a weight's gradient runs. "complete": the weight's leaf has its gradient.
 ORDER = ["w2 complete", "w3 begins", "w3 complete", "w1 begins", "w1 complete"]
 
 
@@ -49,15 +49,15 @@ def _run(x: Tensor, weights: dict[str, Tensor], group_name: str) -> None:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_plain_weights(world_size: int, recompute: bool) -> None:
+def test_gradients_of_plain_weights_are_in_order(world_size: int, recompute: bool) -> None:
     leaves = {name: w.requires_grad_() for name, w in _weights().items()}
     assert _backward_events(leaves, leaves, dist.group.WORLD.group_name, recompute) == ORDER
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("order", [("w1", "w2", "w3"), ("w2", "w3", "w1"), ("w3", "w1", "w2")])
-def test_views_created_before_forward(order: tuple[str, ...], depth: int) -> None:
-    """DTensor.to_local and casts create such views, whose nodes are older than the operator's."""
+def test_gradients_of_earlier_views_are_in_order(order: tuple[str, ...], depth: int) -> None:
+    """DTensor.to_local and casts create such views; their autograd nodes are older than the operator's."""
     leaves = {name: w.requires_grad_() for name, w in _weights().items()}
     views = {name: leaves[name] for name in order}
     for _ in range(depth):
@@ -67,7 +67,7 @@ def test_views_created_before_forward(order: tuple[str, ...], depth: int) -> Non
 
 @on_ranks(2)
 def test_step_in_hook_matches_step_after_backward(rank: int) -> None:
-    """A weight may be stepped and its gradient dropped as soon as it is complete."""
+    """A hook may step a weight and drop its gradient as soon as the gradient is complete."""
     group, x = dist.group.WORLD.group_name, torch.ones(3, 4)
     expected = {name: w.clone().requires_grad_() for name, w in _weights().items()}
     x_plain = x.clone().requires_grad_()
@@ -120,7 +120,7 @@ def test_saves_only_x_and_hidden_values(gated: bool, recompute: bool) -> None:
     assert sorted(saved.values()) == hidden
 
 
-def test_partial_and_repeated_backward() -> None:
+def test_partial_and_repeated_backwards_agree() -> None:
     leaves = {name: w.requires_grad_() for name, w in _weights().items()}
     x = torch.randn(3, 4, requires_grad=True)
     y = weft.ops.column_row_mlp(x, leaves["w1"], leaves["w2"], leaves["w3"], activation="gelu", group_name="").sum()

@@ -1,4 +1,4 @@
-"""The heads of a checkpoint that each rank gets, and the groups of ranks that share a key/value head."""
+"""shard_qkv returns a rank's heads of a checkpoint; kv_groups returns the group of ranks with equal key/value heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import weft
 from support.ranks import on_ranks
 
 
-def test_shard_qkv() -> None:
+def test_shard_qkv_returns_rows_of_local_heads() -> None:
     def rows(*args: int, **layout: Any) -> list[int]:
         num_blocks = args[0] + 2 * args[1]
         return weft.nn.shard_qkv(torch.arange(num_blocks), *args, **layout).tolist()
@@ -45,7 +45,7 @@ def test_shard_qkv() -> None:
 
 
 @on_ranks(4)
-def test_kv_groups(rank: int) -> None:
+def test_kv_groups_have_ranks_with_equal_heads(rank: int) -> None:
     world = dist.group.WORLD.group_name
     assert weft.nn.kv_groups(4, world) == weft.nn.kv_groups(8, world) == weft.nn.kv_groups(1, "") == ""
     assert weft.nn.kv_groups(1, world) == world

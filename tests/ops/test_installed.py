@@ -25,7 +25,7 @@ def test_public_headers_compile_alone_and_program_runs(prefix: Path) -> None:
     headers = sorted(str(path.relative_to(prefix / "include")) for path in (prefix / "include").rglob("*.h"))
     ops_headers = {f"weft/ops/{name}.h" for name in ("backend", "export", "memory", "operators", "script")}
     assert ops_headers <= set(headers)
-    # Kept between runs, so that only changes are compiled.
+    # The build folder is kept between runs, so that only changes are compiled.
     build = BUILD / "installed" / "headers_build"
     build_project(SOURCE, build, prefix, f"-DHEADERS={';'.join(headers)}", "-DCMAKE_BUILD_TYPE=Debug")
     result = run_process([build / "program"])
@@ -50,8 +50,8 @@ def test_torch_is_found_without_python(prefix: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     # As in site-packages: the prefix is the folder of the package `weft`, and torch's folder is its sibling.
     (tmp_path / "torch").symlink_to(TORCH)
-    beside = install(tmp_path / "weft")
-    result = configure(SOURCE, tmp_path / "beside", beside, no_python)
+    sibling = install(tmp_path / "weft")
+    result = configure(SOURCE, tmp_path / "sibling", sibling, no_python)
     assert result.returncode == 0, result.stderr
 
 

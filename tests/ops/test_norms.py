@@ -17,7 +17,7 @@ from ops.operators import autocast, chunk
 from support.ranks import on_ranks
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 6e-3}
-# (shape, sharded dim): no tokens on some ranks or on all; one feature, more features than a tile has, none.
+# (shape, sharded dim): some or all ranks have no tokens; there is one feature, none, or more than a tile has.
 SHAPES = [((2, 7, 12), 1), ((3, 1), 0), ((5, 700), 0), ((1, 2, 33), 1), ((0, 4), 0), ((3, 0), 0)]
 
 
@@ -25,11 +25,11 @@ def _group() -> str:
     return dist.group.WORLD.group_name
 
 
-def _close(actual: Tensor, expected: Tensor, dtype: str, what: str, scale: float = 1.0) -> None:
-    assert actual.shape == expected.shape, what
+def _assert_close(actual: Tensor, expected: Tensor, dtype: str, label: str, scale: float = 1.0) -> None:
+    assert actual.shape == expected.shape, label
     bound = TOLERANCE[dtype] * max(scale, expected.abs().max().item() if expected.numel() else 0.0)
     error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
-    assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
+    assert error <= bound, f"{label}: {error:.2e} > {bound:.2e}"
 
 
 def _reference(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -38,9 +38,9 @@ def _reference(norm: str, x: Tensor, weight: Tensor | None, bias: Tensor | None)
     return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5)
 
 
-def _parameters(norm: str, dim: int, kind: torch.dtype) -> list[list[Tensor]]:
-    """Return the parameters to test: none, a weight, for layer norms weight and bias; float64 values of `kind`."""
-    weight, bias = ((torch.randn(dim) + 1).to(kind).double() for _ in range(2))
+def _parameters(norm: str, dim: int, torch_dtype: torch.dtype) -> list[list[Tensor]]:
+    """Return the sets of parameters to test, as float64 tensors with values that `torch_dtype` can represent."""
+    weight, bias = ((torch.randn(dim) + 1).to(torch_dtype).double() for _ in range(2))
     return [[], [weight], [weight, bias]] if norm == "layer" else [[], [weight]]
 
 
@@ -48,32 +48,32 @@ def _parameters(norm: str, dim: int, kind: torch.dtype) -> list[list[Tensor]]:
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_values_and_gradients(rank: int, world_size: int, norm: str, dtype: str) -> None:
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     for shape, dim in SHAPES:
         torch.manual_seed(1)
-        for parameters in _parameters(norm, shape[-1], kind):
+        for parameters in _parameters(norm, shape[-1], torch_dtype):
             full = [tensor.clone().requires_grad_() for tensor in parameters]
             # A layer norm of one feature has no variance: rounding errors are multiplied by 1 / sqrt(eps).
             scale = 1e-5**-0.5 if norm == "layer" and shape[-1] == 1 else 1.0
-            x, residual = ((torch.randn(shape) * 2 + 1).to(kind).double().requires_grad_() for _ in range(2))
-            grad, grad_sum = (torch.randn(shape).to(kind).double() for _ in range(2))
+            x, residual = ((torch.randn(shape) * 2 + 1).to(torch_dtype).double().requires_grad_() for _ in range(2))
+            grad, grad_sum = (torch.randn(shape).to(torch_dtype).double() for _ in range(2))
             sum_ = x + residual
             y = _reference(norm, sum_, *[*full, None, None][:2])
             torch.autograd.backward([y, sum_], [grad, grad_sum])
 
-            shards = [chunk(tensor.to(kind), dim, world_size, rank) for tensor in (x, residual)]
-            replicas = [tensor.detach().to(kind).requires_grad_() for tensor in parameters]
+            shards = [chunk(tensor.to(torch_dtype), dim, world_size, rank) for tensor in (x, residual)]
+            replicas = [tensor.detach().to(torch_dtype).requires_grad_() for tensor in parameters]
             op = weft.ops.add_rms_norm if norm == "rms" else weft.ops.add_layer_norm
             local_y, local_sum = op(*shards, *replicas, group_name=_group())
-            _close(local_sum, chunk(sum_, dim, world_size, rank), dtype, "sum")
-            grads = [chunk(tensor.to(kind), dim, world_size, rank).detach() for tensor in (grad, grad_sum)]
+            _assert_close(local_sum, chunk(sum_, dim, world_size, rank), dtype, "sum")
+            grads = [chunk(tensor.to(torch_dtype), dim, world_size, rank).detach() for tensor in (grad, grad_sum)]
             torch.autograd.backward([local_y, local_sum], grads)
-            if dtype in ("float64", "float32"):  # a sum of half types is rounded before it is normalized
-                _close(local_y, chunk(y, dim, world_size, rank), dtype, "y")
+            if dtype in ("float64", "float32"):  # a half-precision sum is rounded before it is normalized
+                _assert_close(local_y, chunk(y, dim, world_size, rank), dtype, "y")
                 for shard, tensor in zip(shards, (x, residual), strict=True):
-                    _close(shard.grad, chunk(tensor.grad, dim, world_size, rank), dtype, "grad of a shard", scale)
+                    _assert_close(shard.grad, chunk(tensor.grad, dim, world_size, rank), dtype, "shard's grad", scale)
                 for replica, tensor in zip(replicas, full, strict=True):
-                    _close(replica.grad, tensor.grad, dtype, "grad of a parameter")
+                    _assert_close(replica.grad, tensor.grad, dtype, "grad of a parameter")
 
             # Without a residual: every dtype against float64 from the same values.
             shard, replicas = (
@@ -84,12 +84,12 @@ def test_values_and_gradients(rank: int, world_size: int, norm: str, dtype: str)
             y = _reference(norm, x, *[*full, None, None][:2])
             y.backward(grad)
             local_y = getattr(weft.ops, f"{norm}_norm")(shard, *replicas, group_name=_group())
-            assert local_y.dtype is kind
+            assert local_y.dtype is torch_dtype
             local_y.backward(grads[0])
-            _close(local_y, chunk(y, dim, world_size, rank), dtype, "y")
-            _close(shard.grad, chunk(x.grad, dim, world_size, rank), dtype, "grad x", scale)
+            _assert_close(local_y, chunk(y, dim, world_size, rank), dtype, "y")
+            _assert_close(shard.grad, chunk(x.grad, dim, world_size, rank), dtype, "grad x", scale)
             for replica, tensor in zip(replicas, full, strict=True):
-                _close(replica.grad, tensor.grad, dtype, "grad of a parameter")
+                _assert_close(replica.grad, tensor.grad, dtype, "grad of a parameter")
 
 
 @on_ranks(2)
@@ -110,7 +110,7 @@ def test_float32_parameters_with_half_inputs(rank: int, dtype: torch.dtype) -> N
     torch.testing.assert_close(bias.grad.double(), exact[2].grad, rtol=1e-5, atol=1e-4)
 
 
-def test_large_means_and_strides() -> None:
+def test_large_means_and_strides_match_torch() -> None:
     """The variance is computed about the mean, and strided inputs are supported."""
     x = torch.randn(16, 300) + 4096
     expected = F.layer_norm(x.double(), (300,))
@@ -138,7 +138,7 @@ def test_number_of_collectives() -> None:
 
 @on_ranks(2)
 def test_saved_bytes(rank: int) -> None:
-    """Beside the input, one or two numbers per token are saved; with a residual the sum, which is a result anyway."""
+    """Besides the input or, with a residual, the sum, which is a result, one or two numbers per token are saved."""
     x, weight = torch.randn(64, 256, requires_grad=True), torch.randn(256, requires_grad=True)
     with counted() as count:
         start = count.now()
@@ -152,7 +152,7 @@ def test_saved_bytes(rank: int) -> None:
         assert count.now() - start == a.nbytes + b.nbytes + 64 * 4
 
 
-def test_saved_sum_is_guarded() -> None:
+def test_changing_saved_sum_raises() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     y, total = weft.ops.add_rms_norm(x, torch.ones(2, 3), group_name="")
     total.add_(1)
@@ -160,7 +160,7 @@ def test_saved_sum_is_guarded() -> None:
         y.sum().backward()
 
 
-def test_gradient_of_one_result() -> None:
+def test_unused_result_adds_no_gradient() -> None:
     x, residual = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
     weight = torch.ones(3, requires_grad=True)
     _, total = weft.ops.add_rms_norm(x, residual, weight, group_name="")

@@ -26,7 +26,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 # between the two, so that a wrong expression fails for one of them.
 SHAPES = ({"T": 48, "d": 24, "f": 28, "o": 36, "v": 44}, {"T": 42, "d": 18, "f": 12, "o": 4, "v": 92})
 STATED_SIZES = ("saved", "forward_peak", "backward_peak")
-SLACK = 64  # bytes: a scalar here and there
+SLACK = 64  # bytes, for a few scalars
 FLOAT_BYTES = 4
 
 
@@ -60,22 +60,22 @@ def test_every_public_operator_has_a_row() -> None:
     assert set(ROWS) == registered, "write its row in docs/operator_table.py"
 
 
-def _value(expression: str, known: dict[str, int]) -> int:
-    return int(eval(expression, {"__builtins__": {}, "max": max, "min": min, "ceil": math.ceil}, known))
+def _value(expression: str, symbols: dict[str, int]) -> int:
+    return int(eval(expression, {"__builtins__": {}, "max": max, "min": min, "ceil": math.ceil}, symbols))
 
 
-def _shape(text: str, known: dict[str, int]) -> list[int]:
-    return [_value(each, known) for each in text.split(",") if each]
+def _shape(text: str, symbols: dict[str, int]) -> list[int]:
+    return [_value(each, symbols) for each in text.split(",") if each]
 
 
-def _make(operator: str, form: object, known: dict[str, int]) -> dict[str, object]:
+def _make(operator: str, form: object, symbols: dict[str, int]) -> dict[str, object]:
     tensors: dict[str, Tensor] = {}
     for name, shape in form.tensors.items():
         if name in TABLE.INTEGERS:
-            tensors[name] = torch.randint(0, known["n"] * known["v"], _shape(shape, known))
+            tensors[name] = torch.randint(0, symbols["n"] * symbols["v"], _shape(shape, symbols))
         else:
-            tensors[name] = torch.randn(_shape(shape, known), requires_grad=True)
-    computed = {name: _value(expression, known) for name, expression in form.computed.items()}
+            tensors[name] = torch.randn(_shape(shape, symbols), requires_grad=True)
+    computed = {name: _value(expression, symbols) for name, expression in form.computed.items()}
     takes_group = "group_name" in inspect.signature(getattr(weft.ops, operator)).parameters
     group = {"group_name": dist.group.WORLD.group_name} if takes_group else {}
     return {**tensors, **form.options, **computed, **group}
@@ -83,46 +83,46 @@ def _make(operator: str, form: object, known: dict[str, int]) -> dict[str, objec
 
 def _check(name: str, form: object, rank: int, world_size: int) -> None:
     for sizes in SHAPES:
-        known = {**sizes, "n": world_size, "rank": rank}
-        figures = measure(getattr(weft.ops, name), partial(_make, name, form, known))
-        assert figures.forward == {key: _value(count, known) for key, count in form.forward.items()}
-        assert figures.backward == {key: _value(count, known) for key, count in form.backward.items()}
-        sizes_measured = torch.tensor([getattr(figures, what) for what in STATED_SIZES])
+        symbols = {**sizes, "n": world_size, "rank": rank}
+        figures = measure(getattr(weft.ops, name), partial(_make, name, form, symbols))
+        assert figures.forward == {key: _value(count, symbols) for key, count in form.forward.items()}
+        assert figures.backward == {key: _value(count, symbols) for key, count in form.backward.items()}
+        sizes_measured = torch.tensor([getattr(figures, field) for field in STATED_SIZES])
         dist.all_reduce(sizes_measured, dist.ReduceOp.MAX)  # the table states the maximum over the ranks
-        _check_sizes(form, figures, sizes_measured.tolist(), known)
+        _check_sizes(form, figures, sizes_measured.tolist(), symbols)
 
 
 def _check_sizes(
-    form: object, figures: Figures, sizes_measured: list[int], known: dict[str, int], slack: int = SLACK
+    form: object, figures: Figures, sizes_measured: list[int], symbols: dict[str, int], slack: int = SLACK
 ) -> None:
-    known |= {key: torch.Size(_shape(shape, known)).numel() for key, shape in form.tensors.items()}
-    known["y"] = figures.results[0].numel()
+    symbols |= {key: torch.Size(_shape(shape, symbols)).numel() for key, shape in form.tensors.items()}
+    symbols["y"] = figures.results[0].numel()
     assert [list(result.shape) for result in figures.results] == [
-        _shape(each, known) for each in form.result.split(";")
+        _shape(each, symbols) for each in form.result.split(";")
     ]
     assert figures.keeps == set(form.keeps)
-    for what, measured in zip(STATED_SIZES, sizes_measured, strict=True):
-        stated = getattr(form, what)
-        expected = FLOAT_BYTES * _value(stated.elements, known) + _value(stated.num_bytes, known)
-        assert abs(measured - expected) <= slack, f"{what}: {measured} bytes, not {expected}, with {known}"
+    for field, measured in zip(STATED_SIZES, sizes_measured, strict=True):
+        stated = getattr(form, field)
+        expected = FLOAT_BYTES * _value(stated.elements, symbols) + _value(stated.num_bytes, symbols)
+        assert abs(measured - expected) <= slack, f"{field}: {measured} bytes, not {expected}, with {symbols}"
 
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("key", FORMS)
-def test_figures(rank: int, world_size: int, key: str) -> None:
+def test_figures_match_measurements(rank: int, world_size: int, key: str) -> None:
     _check(*FORMS[key], rank, world_size)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("index", range(2))
-def test_message_figures(rank: int, index: int) -> None:
+def test_message_figures_match_measurements(rank: int, index: int) -> None:
     form = ROWS[TABLE.MESSAGE_SIDES[rank]].forms[index]
-    for known in SHAPES:
-        x = torch.randn(known["T"], known["d"], requires_grad=bool(form.backward))
+    for symbols in SHAPES:
+        x = torch.randn(symbols["T"], symbols["d"], requires_grad=bool(form.backward))
         figures, messages = measure_message(x, rank, dist.group.WORLD.group_name)
         stated = Counter({name: int(count) for name, count in form.forward.items()})
         assert messages == stated + Counter({name: int(count) for name, count in form.backward.items()})
-        _check_sizes(form, figures, [getattr(figures, what) for what in STATED_SIZES], dict(known), slack=0)
+        _check_sizes(form, figures, [getattr(figures, field) for field in STATED_SIZES], dict(symbols), slack=0)
 
 
 def undetected_wrong_figures(rank: int, world_size: int) -> list[str]:
@@ -132,12 +132,12 @@ def undetected_wrong_figures(rank: int, world_size: int) -> list[str]:
     changes = {"forward": {}, "backward": form.forward, "keeps": ("x",), "saved": larger}
     changes |= {"forward_peak": larger, "backward_peak": larger, "result": "T, f"}
     undetected = []
-    for what, value in changes.items():
+    for field, value in changes.items():
         try:
-            _check(name, dataclasses.replace(form, **{what: value}), rank, world_size)
+            _check(name, dataclasses.replace(form, **{field: value}), rank, world_size)
         except AssertionError:
             continue
-        undetected.append(what)
+        undetected.append(field)
     return undetected
 
 

@@ -1,4 +1,4 @@
-"""Chunked sequence-parallel operators: communication, memory, and that all ranks choose the same."""
+"""Chunked sequence-parallel operators: results, communication, memory, and equal choices on all ranks."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def _column(x: Tensor, weight: Tensor, size: int) -> Tensor:
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_many_chunks(rank: int, world_size: int, dtype: str) -> None:
+def test_many_chunks_match_unchunked(rank: int, world_size: int, dtype: str) -> None:
     """Several chunks give the unchunked result, also if the shards are uneven and the last chunk is shorter."""
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     bound = 1e-13 if dtype == "float64" else 8e-3
     torch.manual_seed(0)
     for num_rows in (301 * world_size - 2, 260 * world_size):
-        x = (torch.randn(num_rows, FEATURES) / 45).to(kind)
-        up, down = (torch.randn(6, FEATURES)).to(kind), (torch.randn(FEATURES, 5)).to(kind)
-        row, grads = torch.randn(num_rows, 5).to(kind), torch.randn(num_rows, FEATURES).to(kind)
+        x = (torch.randn(num_rows, FEATURES) / 45).to(torch_dtype)
+        up, down = (torch.randn(6, FEATURES)).to(torch_dtype), (torch.randn(FEATURES, 5)).to(torch_dtype)
+        row, grads = torch.randn(num_rows, 5).to(torch_dtype), torch.randn(num_rows, FEATURES).to(torch_dtype)
         results = {}
         for mode in ("never", "always"):
             with overlapping(mode):
@@ -89,7 +89,7 @@ def _results(op: Callable[..., Tensor], values: list[Tensor], wanted: Sequence[i
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_lengths_and_layouts(rank: int, world_size: int, layout: str) -> None:
+def test_lengths_and_layouts_match_unchunked(rank: int, world_size: int, layout: str) -> None:
     """Sequences of any length, also with uneven or empty shards, give the unchunked result."""
     before, after = LAYOUTS[layout]
     dim, features, group = len(before), after[-1], _group()
@@ -170,7 +170,7 @@ def test_collectives_and_bytes(rank: int) -> None:
             z = mlp()
             hidden = (
                 128 * 8 * 4
-            )  # bytes of the hidden values of a rank's rows of a chunk, before and after the activation
+            )  # bytes of a rank's hidden values of one chunk, of which there are two: before and after the activation
             assert count.peak() - count.now("communication") == z.nbytes + 4 * chunk_bytes + 2 * hidden
 
 
@@ -204,7 +204,7 @@ def test_ranks_agree_on_measured_choice(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_alternating_layers_are_all_timed(rank: int) -> None:
-    """With weights of several sizes in turn, timing goes on while sizes lack samples, for at most 512 calls."""
+    """While layers of several sizes alternate, calls are timed until each size has samples, but at most 512 calls."""
     x = torch.randn(512, FEATURES)
     for num_weights in (3, 12):
         weights = [torch.randn(2 + i, FEATURES) for i in range(num_weights)]
@@ -231,8 +231,8 @@ def test_different_modes_raise(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_unmeasured_calls(rank: int) -> None:
-    """Small shapes, and deterministic algorithms, whose results must not depend on timing."""
+def test_some_calls_are_not_measured(rank: int) -> None:
+    """Small shapes are not measured, nor are deterministic algorithms, whose results must not depend on timing."""
     small, weight = torch.randn(8, 16), torch.randn(4, 16)
     x, wide = torch.randn(512, FEATURES), torch.randn(4, FEATURES)
     with overlapping("auto"):
@@ -249,7 +249,7 @@ def test_unmeasured_calls(rank: int) -> None:
 
 @on_ranks(4)
 def test_groups_measure_separately(rank: int) -> None:
-    """A rank in two groups of equal size uses the choice of each; each group measures separately."""
+    """Each group measures separately, and a rank in two groups of equal size uses each group's choice."""
     mesh = dist.init_device_mesh(
         "cpu", (2, 2), mesh_dim_names=("a", "b"), backend_override={0: "cpu:weft", 1: "cpu:weft"}
     )
@@ -284,7 +284,7 @@ def test_loaded_table_is_used(rank: int, tmp_path: Path) -> None:
             assert weft.overlap.table() == before
 
 
-def test_errors(tmp_path: Path) -> None:
+def test_invalid_modes_and_tables_raise(tmp_path: Path) -> None:
     for mode in ("sometimes", None):
         with pytest.raises(ValueError, match=rf"got the overlap mode {mode!r}; pass auto, always or never"):
             weft.overlap.set_mode(mode)
@@ -315,7 +315,7 @@ def test_errors(tmp_path: Path) -> None:
         weft.overlap.save(path)
 
 
-def test_environment(tmp_path: Path) -> None:
+def test_environment_sets_mode_and_table(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text("[]")
     missing = str(tmp_path / "missing.json")

@@ -25,7 +25,7 @@ def _groups() -> list[str]:
 
 
 def _like(*shape: int, dtype: torch.dtype = torch.float64, needs_grad: bool = True) -> Tensor:
-    """Return a template of that shape that takes memory for one element only."""
+    """Return a template of `shape` that allocates memory for one element only."""
     return torch.empty((), dtype=dtype, requires_grad=needs_grad).expand(shape)
 
 
@@ -54,7 +54,7 @@ def check_stages(rank: int, world_size: int, order: str, group: str) -> None:
         (x * skip + x).sum().backward()
 
     local_layer = _layers(world_size)[rank]
-    last = rank == world_size - 1
+    is_last = rank == world_size - 1
     received = [
         OPS.pipeline_recv([_like(size, 6), _like(size, 6, needs_grad=False)], rank - 1, 0, group)
         for size in sizes
@@ -65,7 +65,7 @@ def check_stages(rank: int, world_size: int, order: str, group: str) -> None:
         x, skip = OPS.pipeline_wait(received[number]) if rank else (batch, batch.sin())
         assert not skip.requires_grad and x.requires_grad == (rank > 0)
         x, skip = local_layer(x).tanh(), skip * 1.5
-        if last:
+        if is_last:
             losses.append((x * skip + x).sum())
         else:
             losses.append(OPS.join(torch.zeros(()), [OPS.pipeline_send([x, skip], rank + 1, 0, group)]))
@@ -80,15 +80,15 @@ def check_stages(rank: int, world_size: int, order: str, group: str) -> None:
 
 @on_ranks(2)
 def test_many_messages_of_all_dtypes_on_two_channels(rank: int) -> None:
-    """Receives are posted before the data arrives and awaited in another order; small, large, strided and empty."""
+    """Receives are posted before the data arrives and awaited in another order; some are large, strided or empty."""
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
     for group in _groups():
         for shape in [(3, 5), (), (0, 4), (700, 700), (2, 1, 2, 1, 2, 1, 2, 1, 2, 2)]:
             torch.manual_seed(2)
             tensors = [torch.randn(shape).mul(3).to(dtype) for dtype in dtypes]
             if rank == 0:
-                turned = [tensor.T if tensor.dim() == 2 else tensor for tensor in tensors]
-                tokens = [OPS.pipeline_send([tensor], 1, 5, group) for tensor in turned]
+                transposed = [tensor.T if tensor.dim() == 2 else tensor for tensor in tensors]
+                tokens = [OPS.pipeline_send([tensor], 1, 5, group) for tensor in transposed]
                 tokens.append(OPS.pipeline_send(tensors, 1, 1022, group))
                 assert [OPS.pipeline_wait(token) for token in tokens] == [[]] * 8
                 continue
@@ -151,7 +151,7 @@ def test_message_memory_is_reused(rank: int) -> None:
         del first
         second = _send_or_receive(rank, group, 2.0)
         if rank:
-            assert second.data_ptr() != address, "a view of the first is there"
+            assert second.data_ptr() != address, "a view must keep the first tensor's memory"
             assert view.sum() == (1 << 16) - 5
         del view
         third = _send_or_receive(rank, group, 3.0)
@@ -162,7 +162,7 @@ def test_message_memory_is_reused(rank: int) -> None:
         del third
         fourth = _send_or_receive(rank, group, 4.0)
         if rank:
-            assert fourth.data_ptr() != address, "a weak reference may come back to life"
+            assert fourth.data_ptr() != address, "a weak reference must keep the memory: it may be locked again"
             del weak
         del second, fourth
         OPS.pipeline_flush(group)
@@ -265,7 +265,7 @@ def test_missing_message_times_out(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_errors(rank: int) -> None:
+def test_invalid_arguments_raise(rank: int) -> None:
     group = dist.group.WORLD.group_name
     x = torch.ones(2)
     for error, text, call in [
@@ -337,7 +337,7 @@ class Echo(nn.Module):
 
 
 @on_ranks(2)
-def test_script(rank: int) -> None:
+def test_script_keeps_messages_in_order(rank: int) -> None:
     buffer = io.BytesIO()
     torch.jit.save(torch.jit.script(Echo(1 - rank, dist.group.WORLD.group_name)), buffer)
     buffer.seek(0)

@@ -1,4 +1,4 @@
-"""Messages over device links: on the CPU, gloo in place of NCCL sends them in order."""
+"""Messages over device links; on the CPU, the links use gloo instead of NCCL."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _linked(backend: str = "cpu:weft", device: str = "cpu", seconds: float = 20)
 @on_ranks(2, 3, 4)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_stages_match_full_model(rank: int, world_size: int, backend: str) -> None:
-    # No tensor is on "cpu:0": messages are announced for that link, but otherwise sent as without one.
+    # No tensor is on "cpu:0": messages are announced for the link, but sent as cuda_group a link.
     for device in ("cpu", "cpu:0"):
         with _linked(backend, device) as group:
             for order in ("all forward, all backward", "one forward, one backward"):
@@ -49,8 +49,8 @@ def test_stages_match_full_model(rank: int, world_size: int, backend: str) -> No
 
 @on_ranks(2)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_dtypes_in_another_order(rank: int, backend: str) -> None:
-    """Messages are awaited in another order than sent, and repeated layouts are not announced again."""
+def test_messages_of_all_dtypes_arrive_in_any_order(rank: int, backend: str) -> None:
+    """Messages are awaited in another order than they are sent; repeated layouts are not announced again."""
     dtypes = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
     with _linked(backend) as group:
         for shape in [(3, 5), (), (0, 4), (700, 700), (3, 5), (2, 1, 2, 1, 2, 1, 2, 1, 2, 2)]:
@@ -72,8 +72,8 @@ def test_all_dtypes_in_another_order(rank: int, backend: str) -> None:
 
 
 @on_ranks(3)
-def test_sends_before_receives(rank: int, world_size: int) -> None:
-    """Large messages around a ring, in both directions."""
+def test_large_sends_before_receives_do_not_hang(rank: int, world_size: int) -> None:
+    """Every rank sends large messages around a ring in both directions before it receives."""
     after, before = (rank + 1) % world_size, (rank - 1) % world_size
     with _linked() as group:
         for _ in range(3):
@@ -88,12 +88,12 @@ def test_sends_before_receives(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_threads_wait_for_one_link(rank: int) -> None:
-    """A message that one thread reads while it waits for a later one is available to other threads at once."""
+    """A message that a thread reads while it waits for a later message is available to other threads at once."""
     with _linked() as group:
         x = torch.arange(4.0)
         if rank == 0:
             OPS.pipeline_send([x], 1, 1, group)
-            OPS.pipeline_wait(OPS.pipeline_recv([x], 1, 2, group))  # rank 1 sends it after receiving on channel 1
+            OPS.pipeline_wait(OPS.pipeline_recv([x], 1, 2, group))  # which rank 1 sends after it receives channel 1
             OPS.pipeline_send([2 * x], 1, 0, group)
         else:
             later: list[Tensor] = []
@@ -117,7 +117,7 @@ def test_threads_wait_for_one_link(rank: int) -> None:
     ],
 )
 def test_mismatches_raise_on_both_sides(rank: int, backend: str, like: list[Tensor], text: str) -> None:
-    """An announced tensor is received in spite of the error: no rank waits on the device for a tensor in vain."""
+    """The receiver receives an announced tensor even if it raises, so that no rank hangs on the device."""
     with _linked(backend) as group:
         if rank == 0:
             x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
@@ -143,7 +143,7 @@ def test_missing_message_times_out(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_announcements_and_link_messages(rank: int) -> None:
+def test_group_carries_announcements_and_link_tensors(rank: int) -> None:
     """The group carries the announcement, with a layout the first time; the link carries each tensor."""
     x = torch.ones(3, 4)
     with _linked() as group:
@@ -176,7 +176,7 @@ def test_group_can_be_linked_again(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_errors(rank: int) -> None:
+def test_invalid_links_raise(rank: int) -> None:
     world = dist.group.WORLD
     for peer in (rank, 2, -1):
         with pytest.raises(ValueError, match=f"got peer {peer} on rank {rank} of 2; pass another rank of the group"):
@@ -190,11 +190,11 @@ def test_errors(rank: int) -> None:
     with pytest.raises(ValueError, match=rf"rank {rank} is linked to rank {1 - rank} for cpu and got cuda:0; unlink"):
         pipeline_links.link(group, [1 - rank], torch.device("cuda:0"), transport=GLOO)
     pipeline_links.unlink(group)
-    without = dist.new_group(backend="cuda:gloo")
+    cuda_group = dist.new_group(backend="cuda:gloo")
     with pytest.raises(ValueError, match="got a group without a backend for CPU tensors"):
-        pipeline_links.link(without, [1 - rank], torch.device("cpu"), transport=GLOO)
+        pipeline_links.link(cuda_group, [1 - rank], torch.device("cpu"), transport=GLOO)
     with pytest.raises(ValueError, match="pipeline_send: got a group without a backend for CPU tensors"):
-        OPS.pipeline_send([torch.ones(2)], 1 - rank, 0, without.group_name)
+        OPS.pipeline_send([torch.ones(2)], 1 - rank, 0, cuda_group.group_name)
 
     def transport_of_one_rank(
         store: dist.Store, rank: int, size: int, timeout: timedelta
@@ -208,7 +208,7 @@ def test_errors(rank: int) -> None:
 
 
 @on_ranks(3)
-def test_subgroups(rank: int) -> None:
+def test_peers_are_group_ranks(rank: int) -> None:
     """Peers are group ranks, and several groups may link the same two ranks."""
     x = torch.full((3,), float(rank))
     groups = [dist.new_group([0, 2], backend="cpu:weft"), dist.new_group([2, 0, 1], backend="cpu:weft")]

@@ -1,4 +1,4 @@
-"""Schemas of all operators; fake kernels, autograd and float64 gradients of those without messages; on a GPU, too."""
+"""Schemas of all operators; fake kernels, autograd and float64 gradients of all but messages; on a GPU, too."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_opcheck_private_operators(name: str, device: str) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
-# Saved TorchScript modules and exported programs refer to these schemas: a change breaks them.
+# Saved TorchScript modules and exported programs refer to these schemas, so a change of a schema breaks them.
 SCHEMAS = """
 weft::column_row_mlp(Tensor x, Tensor w1, Tensor w2, Tensor? w3=None, Tensor? b1=None, Tensor? b2=None, \
 Tensor? b3=None, *, str activation, str group_name, bool recompute=False, int? sequence_dim=None, \

@@ -1,4 +1,4 @@
-"""Partial results computed in the group's staging buffers: the same values whether or not one is available."""
+"""Partial results are computed in the group's staging buffer if it is available; the values are the same if not."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import weft
 from ops.operators import mlp_reference
 from support.ranks import on_ranks
 
-TOKENS, WIDTH, HIDDEN = 300, 64, 48  # 150 KiB of float64: above kOneShotBytes, below a staging buffer
+TOKENS, WIDTH, HIDDEN = 300, 64, 48  # 150 KiB of float64: more than kOneShotBytes, less than a staging buffer
 
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("with_pending_collective", [False, True])
-def test_mlp_and_linears(rank: int, world_size: int, with_pending_collective: bool) -> None:
+def test_values_do_not_depend_on_staging_buffer(rank: int, world_size: int, with_pending_collective: bool) -> None:
     """A pending collective of the group makes the staging buffer unavailable."""
     group = dist.new_group(backend="cpu:weft")
     torch.manual_seed(3)

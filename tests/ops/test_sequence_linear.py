@@ -29,11 +29,11 @@ def _group() -> str:
     return dist.group.WORLD.group_name
 
 
-def _close(actual: Tensor, expected: Tensor, dtype: str, what: str) -> None:
-    assert actual.shape == expected.shape, what
+def _close(actual: Tensor, expected: Tensor, dtype: str, label: str) -> None:
+    assert actual.shape == expected.shape, label
     bound = TOLERANCE[dtype] * max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
     error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
-    assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
+    assert error <= bound, f"{label}: {error:.2e} > {bound:.2e}"
 
 
 @on_ranks(1, 2, 3, 4)
@@ -45,18 +45,18 @@ def test_values_and_gradients(rank: int, world_size: int, dtype: str, overlap: w
 
 
 def _check_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
 
     def local_shard(tensor: Tensor, dim: int) -> Tensor:
-        return chunk(tensor.to(kind), dim, world_size, rank)
+        return chunk(tensor.to(torch_dtype), dim, world_size, rank)
 
     for shape, dim in INPUTS:
         for rows in (8, 3):  # 3: uneven, and empty on one of 4 ranks
             torch.manual_seed(1)
             values = (torch.randn(shape), torch.randn(rows, 5) * 0.5, torch.randn(rows))
-            x, weight, bias = (tensor.to(kind).double().requires_grad_() for tensor in values)
+            x, weight, bias = (tensor.to(torch_dtype).double().requires_grad_() for tensor in values)
             y = F.linear(x, weight, bias)
-            grad = torch.randn(y.shape).to(kind).double()
+            grad = torch.randn(y.shape).to(torch_dtype).double()
             y.backward(grad)
 
             leaves = local_shard(x, dim), local_shard(weight, 0), local_shard(bias, 0)
@@ -70,7 +70,7 @@ def _check_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
             x.grad = weight.grad = bias.grad = None
             y = F.linear(x, weight, bias)
             y.backward(grad)
-            leaves = local_shard(x, -1), local_shard(weight, 1), bias.detach().to(kind).requires_grad_()
+            leaves = local_shard(x, -1), local_shard(weight, 1), bias.detach().to(torch_dtype).requires_grad_()
             out = weft.ops.linear_reduce_scatter(*leaves, scatter_dim=dim, group_name=_group())
             _close(out, chunk(y, dim, world_size, rank), dtype, "scattered y")
             out.backward(local_shard(grad, dim))
@@ -102,7 +102,7 @@ def test_number_of_collectives(rank: int) -> None:
 
 @on_ranks(2)
 def test_saved_bytes(rank: int) -> None:
-    """The gathered input is freed: only the result is kept, and the shard of x, which the caller holds anyway."""
+    """The gathered input is freed: a call saves only the shard of x, which the caller references anyway."""
     x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     with counted() as count:
         y = weft.ops.all_gather_linear(x, weight, gather_dim=0, group_name=_group())
@@ -150,7 +150,7 @@ def _run(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 class AllLayers(nn.Module):
-    """A model whose collectives do not depend on each other, above all in the backward."""
+    """A model in whose backward, above all, collectives do not depend on each other's results."""
 
     def __init__(self, group_name: str) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from support.ranks import on_ranks
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2}
 DIMS = {"w1": 0, "w3": 0, "b1": 0, "b3": 0, "w2": 1}
 FORMS = [(True, True, "silu"), (True, False, "gelu"), (False, True, "gelu_tanh"), (False, False, "relu")]
-# (shape of the unsharded input, sequence dim): even but on 3 ranks, uneven, empty on some ranks.
+# (shape of the unsharded input, sequence dim): even except on 3 ranks, uneven, empty on some ranks.
 INPUTS = [((8, 2, 6), 0), ((2, 7, 6), 1), ((1, 6), -2)]
 
 
@@ -25,11 +25,11 @@ def _group() -> str:
     return dist.group.WORLD.group_name
 
 
-def _close(actual: Tensor, expected: Tensor, dtype: str, what: str) -> None:
-    assert actual.shape == expected.shape, what
+def _close(actual: Tensor, expected: Tensor, dtype: str, label: str) -> None:
+    assert actual.shape == expected.shape, label
     bound = TOLERANCE[dtype] * max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
     error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
-    assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
+    assert error <= bound, f"{label}: {error:.2e} > {bound:.2e}"
 
 
 @on_ranks(1, 2, 3, 4)
@@ -44,7 +44,7 @@ def test_values_and_gradients(
 
 
 def _check_values_and_gradients(rank: int, world_size: int, dtype: str, recompute: bool) -> None:
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     for shape, dim in INPUTS:
         for gated, bias, activation in FORMS:
             torch.manual_seed(1)
@@ -53,20 +53,20 @@ def _check_values_and_gradients(rank: int, world_size: int, dtype: str, recomput
             shapes |= {"w3": (hidden, 6)} if gated else {}
             shapes |= {"b1": (hidden,), "b2": (4,)} if bias else {}
             shapes |= {"b3": (hidden,)} if bias and gated else {}
-            full = {name: (torch.randn(size) * 0.4).to(kind).double() for name, size in shapes.items()}
+            full = {name: (torch.randn(size) * 0.4).to(torch_dtype).double() for name, size in shapes.items()}
             full = {name: value.requires_grad_() for name, value in full.items()}
-            x = torch.randn(shape).to(kind).double().requires_grad_()
+            x = torch.randn(shape).to(torch_dtype).double().requires_grad_()
             y = mlp_reference(x, full, activation)
-            grad = torch.randn(y.shape).to(kind).double()
+            grad = torch.randn(y.shape).to(torch_dtype).double()
             y.backward(grad)
 
             shards = {
-                name: chunk(value.to(kind), DIMS[name], world_size, rank)
+                name: chunk(value.to(torch_dtype), DIMS[name], world_size, rank)
                 if name in DIMS
-                else value.detach().to(kind).requires_grad_()
+                else value.detach().to(torch_dtype).requires_grad_()
                 for name, value in full.items()
             }
-            local_x = chunk(x.to(kind), dim, world_size, rank)
+            local_x = chunk(x.to(torch_dtype), dim, world_size, rank)
             out = weft.ops.column_row_mlp(
                 local_x,
                 **shards,
@@ -77,7 +77,7 @@ def _check_values_and_gradients(rank: int, world_size: int, dtype: str, recomput
                 sequence_size=shape[dim],
             )
             _close(out, chunk(y, dim, world_size, rank), dtype, "y")
-            out.backward(chunk(grad.to(kind), dim, world_size, rank))
+            out.backward(chunk(grad.to(torch_dtype), dim, world_size, rank))
             _close(local_x.grad, chunk(x.grad, dim, world_size, rank), dtype, "grad x")
             for name, shard in shards.items():
                 expected = full[name].grad
@@ -111,7 +111,7 @@ def test_number_of_collectives(rank: int, recompute: bool) -> None:
         assert torch.equal(leaf.grad, first[name] * 2), name
     with torch.no_grad():
         collectives_of(lambda: _mlp(leaves, recompute), expected={gather: 1, scatter: 1})
-    # Every gradient needs the gathered gradient of y. Those of w1 and w3, and recomputing, also need the gathered x.
+    # Each gradient needs the gathered gradient of y. The gradients of w1 and w3, and recomputing, also need gathered x.
     for wanted, expected in [
         (["w2"], {gather: 1 + recompute}),
         (["x"], {gather: 1 + recompute, scatter: 1}),
@@ -127,7 +127,7 @@ def test_number_of_collectives(rank: int, recompute: bool) -> None:
     frozen = {name: leaf.detach() for name, leaf in leaves.items()}
     y = _mlp({**frozen, "b1": bias}, recompute)
     collectives_of(y.sum().backward, expected={gather: 1 + recompute})
-    # The node of b3 must not take the gathered x that the later node of w1 needs.
+    # The node of b3 must not consume the gathered x that the later node of w1 needs.
     y = _mlp({**frozen, "w1": leaves["w1"], "b3": bias}, recompute)
     grads = collectives_of(lambda: torch.autograd.grad(y.sum(), [leaves["w1"], bias]), expected={gather: 2})
     torch.testing.assert_close(grads[0], first["w1"])

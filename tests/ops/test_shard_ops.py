@@ -1,4 +1,4 @@
-"""The conjugate pairs that shard tensors over a group: values, gradients, communication, errors."""
+"""The conjugate pairs of operators that shard tensors over a group: values, gradients, communication, errors."""
 
 from __future__ import annotations
 
@@ -49,39 +49,39 @@ def test_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
     for group in _groups():
         for shape, dim in SHARDINGS:
             size = shape[dim]
-            shared, shared_grad = _rank_values(100, shape, dtype), _rank_values(7, shape, dtype)  # equal on all ranks
+            full, full_grad = _rank_values(100, shape, dtype), _rank_values(7, shape, dtype)  # equal on all ranks
             local_values, total = _rank_values(rank, shape, dtype), _sum(world_size, shape, dtype)
             shard = partial(chunk, dim=dim, world_size=world_size, rank=rank)
 
-            x = shared.clone().requires_grad_()
+            x = full.clone().requires_grad_()
             y = weft.ops.scatter_to_group(x, dim, group)
-            assert torch.equal(y, shard(shared))
-            y.backward(shard(shared_grad))
-            assert torch.equal(x.grad, shared_grad)
+            assert torch.equal(y, shard(full))
+            y.backward(shard(full_grad))
+            assert torch.equal(x.grad, full_grad)
 
-            x = shard(shared)
+            x = shard(full)
             y = weft.ops.gather_from_group(x, dim, group, dim_size=size)
-            assert torch.equal(y, shared)
-            y.backward(shared_grad)
-            assert torch.equal(x.grad, shard(shared_grad))
+            assert torch.equal(y, full)
+            y.backward(full_grad)
+            assert torch.equal(x.grad, shard(full_grad))
 
-            x = shard(shared)
+            x = shard(full)
             y = weft.ops.gather_from_sequence(x, dim, group, dim_size=size)
-            assert torch.equal(y, shared)
+            assert torch.equal(y, full)
             y.backward(local_values)
             _close(x.grad, shard(total), dtype)
 
             x = local_values.clone().requires_grad_()
             y = weft.ops.reduce_scatter_to_sequence(x, dim, group)
             _close(y, shard(total), dtype)
-            y.backward(shard(shared_grad))
-            assert torch.equal(x.grad, shared_grad)
+            y.backward(shard(full_grad))
+            assert torch.equal(x.grad, full_grad)
 
 
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_to_all(rank: int, world_size: int, dtype: str) -> None:
-    """A tensor that is full along one dim and sharded along another is returned with these swapped."""
+def test_all_to_all_swaps_dims(rank: int, world_size: int, dtype: str) -> None:
+    """A tensor that is full along one dim and sharded along another is returned with the two dims swapped."""
     for group in _groups():
         for shape, full_dim, sharded_dim in [((6, 5, 2), 0, 1), ((3, 2, 7), -1, 0), ((1, 3), 1, 0), ((4, 0), 0, 1)]:
             tensor = _rank_values(100, shape, dtype)
@@ -94,7 +94,7 @@ def test_all_to_all(rank: int, world_size: int, dtype: str) -> None:
 
 
 @on_ranks(2, 4)
-def test_omitted_sizes_are_equal(rank: int, world_size: int) -> None:
+def test_omitted_sizes_mean_equal_shards(rank: int, world_size: int) -> None:
     group = dist.group.WORLD.group_name
     x = torch.full((2, 3), float(rank))
     expected = torch.arange(world_size).repeat_interleave(2)[:, None].expand(-1, 3).float()
@@ -104,7 +104,7 @@ def test_omitted_sizes_are_equal(rank: int, world_size: int) -> None:
 
 
 GATHER, SCATTER, EXCHANGE = {"all_gather_into_tensor": 1}, {"reduce_scatter_tensor": 1}, {"all_to_all_single": 1}
-PARTNERS = {
+COLLECTIVES = {
     "scatter_to_group": ({}, GATHER),
     "gather_from_group": (GATHER, {}),
     "gather_from_sequence": (GATHER, SCATTER),
@@ -115,7 +115,7 @@ PARTNERS = {
 @on_ranks(2)
 def test_number_of_collectives(rank: int) -> None:
     group = dist.group.WORLD.group_name
-    for name, (forward, backward) in PARTNERS.items():
+    for name, (forward, backward) in COLLECTIVES.items():
         x = torch.ones(4, 3, requires_grad=True)
         y = collectives_of(partial(getattr(weft.ops, name), x, 0, group), expected=forward)
         collectives_of(y.sum().backward, expected=backward)
@@ -159,7 +159,7 @@ def test_errors_leave_group_usable(rank: int) -> None:
 
 
 class Sequence(torch.nn.Module):
-    """All pairs, one after another, on uneven shards."""
+    """Calls all pairs of operators in turn, on uneven shards."""
 
     def __init__(self, group_name: str) -> None:
         super().__init__()

@@ -16,10 +16,10 @@ from support.ranks import on_ranks
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 3e-2, "float16": 4e-3}
 
 
-def _close(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+def _close(actual: Tensor, expected: Tensor, tolerance: float, label: str) -> None:
     error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
     bound = tolerance * max(1.0, expected.double().abs().max().item() if expected.numel() else 0.0)
-    assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
+    assert error <= bound, f"{label}: {error:.2e} > {bound:.2e}"
 
 
 def _group() -> str:
@@ -32,7 +32,7 @@ FORMS = [(True, True, "silu"), (True, False, "gelu"), (False, True, "gelu_tanh")
 
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_column_row_mlp(rank: int, world_size: int, dtype: str) -> None:
+def test_column_row_mlp_matches_unsharded(rank: int, world_size: int, dtype: str) -> None:
     tolerance = TOLERANCE[dtype]
     for gated, bias, activation in FORMS:
         for hidden in (16, 7, 2):  # even, uneven, and empty on some ranks
@@ -71,15 +71,15 @@ def test_column_row_mlp(rank: int, world_size: int, dtype: str) -> None:
 
 
 @on_ranks(1, 2, 3, 4)
-def test_linears_and_embedding(rank: int, world_size: int) -> None:
+def test_linears_and_embedding_match_unsharded(rank: int, world_size: int) -> None:
     for dtype in TOLERANCE:
         _check_linears_and_embedding(rank, world_size, dtype)
 
 
 def _check_linears_and_embedding(rank: int, world_size: int, dtype: str) -> None:
-    kind, tolerance = getattr(torch, dtype), TOLERANCE[dtype]
+    torch_dtype, tolerance = getattr(torch, dtype), TOLERANCE[dtype]
     torch.manual_seed(1)
-    x, weight, bias, grad = (torch.randn(shape).to(kind) for shape in ((3, 5), (7, 5), (7,), (3, 7)))
+    x, weight, bias, grad = (torch.randn(shape).to(torch_dtype) for shape in ((3, 5), (7, 5), (7,), (3, 7)))
     full = [t.double().clone().requires_grad_() for t in (x, weight, bias)]
     y = F.linear(*full)
     y.backward(grad.double())
@@ -100,7 +100,7 @@ def _check_linears_and_embedding(rank: int, world_size: int, dtype: str) -> None
     _close(w.grad, chunk(full[1].grad, 1, world_size, rank), tolerance, "row grad weight")
     _close(b.grad, full[2].grad, tolerance, "row grad bias")
 
-    ids, grad = torch.tensor([[0, 6, 3], [2, 2, 5]]), torch.randn(2, 3, 5).to(kind)
+    ids, grad = torch.tensor([[0, 6, 3], [2, 2, 5]]), torch.randn(2, 3, 5).to(torch_dtype)
     table = weight.double().clone().requires_grad_()
     F.embedding(ids, table).backward(grad.double())
     start, _ = weft.nn.shard_range(7, world_size, rank)
@@ -148,7 +148,7 @@ def test_errors_leave_group_usable(rank: int) -> None:
 
 @on_ranks(2)
 def test_token_ids_are_checked_before_communication(rank: int) -> None:
-    """Only on the CPU."""
+    """Token ids are checked only on the CPU."""
     with pytest.raises(IndexError, match="token ids from 0 to 9"):
         weft.ops.vocab_parallel_embedding(torch.tensor([0, 9]), torch.ones(5, 4), 0, group_name=_group(), vocab_size=5)
     total = torch.ones(1)

@@ -23,36 +23,36 @@ def _group() -> str:
     return dist.group.WORLD.group_name
 
 
-def _close(actual: Tensor, expected: Tensor, dtype: str, what: str) -> None:
-    assert actual.shape == expected.shape and actual.is_contiguous(), what
+def _close(actual: Tensor, expected: Tensor, dtype: str, label: str) -> None:
+    assert actual.shape == expected.shape and actual.is_contiguous(), label
     bound = TOLERANCE[dtype] * max(1.0, expected.abs().max().item() if expected.numel() else 0.0)
     error = (actual.double() - expected.double()).abs().max().item() if expected.numel() else 0.0
-    assert error <= bound, f"{what}: {error:.2e} > {bound:.2e}"
+    assert error <= bound, f"{label}: {error:.2e} > {bound:.2e}"
 
 
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     for group in (_group(), dist.new_group(backend="gloo").group_name):
-        # Rows: even, uneven, empty on some ranks, empty on all. Tokens: different numbers per rank, and none.
+        # Weight rows: even, uneven, empty on some ranks, empty on all. Tokens: different numbers per rank, and none.
         for rows, shape in [(8, (2, 3 + rank, 5)), (7, (4, 5)), (2, (5,)), (0, (3, 5)), (6, (0, 5)), (6, (2, 0))]:
             torch.manual_seed(1)
             weight, bias = torch.randn(rows, shape[-1]) * 0.5, torch.randn(rows)
-            weight, bias = (tensor.to(kind).double().requires_grad_() for tensor in (weight, bias))
+            weight, bias = (tensor.to(torch_dtype).double().requires_grad_() for tensor in (weight, bias))
             torch.manual_seed(100 + rank)
-            x = torch.randn(shape).to(kind).double().requires_grad_()
+            x = torch.randn(shape).to(torch_dtype).double().requires_grad_()
             y = F.linear(x, weight, bias)
-            grad = torch.randn(y.shape).to(kind).double()
+            grad = torch.randn(y.shape).to(torch_dtype).double()
             y.backward(grad)
             for tensor in (weight, bias):
                 dist.all_reduce(tensor.grad)
 
-            local_x = x.detach().to(kind).requires_grad_()
-            leaves = chunk(weight.to(kind), 0, world_size, rank), chunk(bias.to(kind), 0, world_size, rank)
+            local_x = x.detach().to(torch_dtype).requires_grad_()
+            leaves = chunk(weight.to(torch_dtype), 0, world_size, rank), chunk(bias.to(torch_dtype), 0, world_size, rank)
             out = weft.ops.sharded_linear(local_x, *leaves, group_name=group, out_features=rows)
             _close(out, y, dtype, "y")
-            out.backward(grad.to(kind))
+            out.backward(grad.to(torch_dtype))
             _close(local_x.grad, x.grad, dtype, "grad x")
             for leaf, full in zip(leaves, (weight, bias), strict=True):
                 _close(leaf.grad, chunk(full.grad, 0, world_size, rank), dtype, f"grad {leaf.shape}")
@@ -76,8 +76,8 @@ def test_number_of_collectives(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_two_shards_at_a_time(rank: int, world_size: int) -> None:
-    """Beside this rank's own, in forward and backward; only x and this rank's shard are saved."""
+def test_at_most_two_remote_shards_exist(rank: int, world_size: int) -> None:
+    """Forward and backward hold at most two shards of other ranks; a call saves only x and this rank's shard."""
     x, weight = torch.randn(8, 64, requires_grad=True), torch.randn(32, 64, requires_grad=True)
     shard = weight.nbytes
     with counted() as count:

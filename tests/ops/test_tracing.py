@@ -49,7 +49,7 @@ def _run(module: nn.Module, ids: Tensor) -> list[Tensor]:
 
 @on_ranks(1, 2, timeout=300)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile_fullgraph(backend: str) -> None:
+def test_compiled_block_matches_eager(backend: str) -> None:
     block, ids = _block()
     eager = _run(block, ids)
     torch._dynamo.reset()
@@ -61,7 +61,7 @@ def test_compile_fullgraph(backend: str) -> None:
 
 
 @on_ranks(2, timeout=300)
-def test_compile_with_dynamic_shapes() -> None:
+def test_compiled_mlp_with_dynamic_shapes_matches_eager() -> None:
     mlp = weft.nn.ColumnRowMLP(8, 10, group_name=dist.group.WORLD.group_name)
     torch._dynamo.reset()
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -71,7 +71,7 @@ def test_compile_with_dynamic_shapes() -> None:
 
 
 @on_ranks(2, timeout=300)
-def test_export() -> None:
+def test_exported_block_matches_eager() -> None:
     block, ids = _block()
     program = torch.export.export(block, (ids,))
     targets = [str(node.target) for node in program.graph.nodes]
@@ -81,11 +81,11 @@ def test_export() -> None:
 
 
 @on_ranks(1, 2)
-def test_script_save_load(world_size: int) -> None:
+def test_scripted_block_matches_eager_and_loads(world_size: int) -> None:
     block, ids = _block()
     scripted = torch.jit.script(block)
     eager = _run(block, ids)
-    for _ in range(3):  # the profiling executor specialises after two runs
+    for _ in range(3):  # the profiling executor specializes after two runs
         for a, b in zip(_run(scripted, ids), eager, strict=True):
             torch.testing.assert_close(a, b)
     buffer = io.BytesIO()

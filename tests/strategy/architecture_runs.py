@@ -29,9 +29,9 @@ from support.ranks import run_on_ranks
 from weft.strategy.reports.summary import summary
 
 WORLD_SIZE = 2
-# Also where a model's own code rounds to float32: both models round the same values.
+# Models whose own code rounds to float32 agree as well, because both models round the same values.
 TOLERANCE = 1e-9
-NEGLIGIBLE = 1e-3  # differences of gradients are relative to at least this share of the norm of all
+NEGLIGIBLE = 1e-3  # a gradient's difference is relative to its norm, or to this fraction of the norm of all gradients
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Run:
 
 
 def all_runs() -> list[Run]:
-    """Run each architecture on 2 warm ranks; return rank 0's runs, with the worst result and difference of both."""
+    """Run each architecture on 2 warm ranks; return rank 0's runs, with the worst result and difference of both ranks."""
     ranks = run_on_ranks(WORLD_SIZE, run_on_rank, timeout=280)
     return [_merged(runs) for runs in zip(*ranks, strict=True)]
 
@@ -69,7 +69,7 @@ def _merged(runs: Iterable[Run]) -> Run:
 
 
 def run_on_rank(world_size: int) -> list[Run]:
-    """Run each architecture on this rank. Prints its name first, to show the architecture of a rank that hangs."""
+    """Run each architecture on this rank. Print its name first, to show the architecture at which a rank hangs."""
     mesh = tensor_parallel(world_size)
     runs = []
     for architecture in ARCHITECTURES:
@@ -82,7 +82,7 @@ def run_on_rank(world_size: int) -> list[Run]:
 def run(architecture: Architecture, mesh: DeviceMesh, plan: Any = "auto") -> Run:
     """Compare the sharded with the unsharded model on this rank.
 
-    Continues after a difference, because another rank may see none and wait in the next collective.
+    Continue after a difference, because another rank may find none and would hang in the next collective.
     """
     result = Run(architecture.name)
     reference = architecture.build()
@@ -112,7 +112,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _outputs_after_backward(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
-    """Return the floating-point outputs; the loss has random weights, as a norm's output has a constant square sum."""
+    """Return the floating-point outputs; the loss weighs them at random, as a norm's output has a constant sum of squares."""
     outputs = model(**batch)
     values = [outputs] if isinstance(outputs, Tensor) else list(outputs.values())
     floats = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
@@ -124,7 +124,7 @@ def _outputs_after_backward(model: nn.Module, batch: dict[str, Any]) -> list[Ten
 
 def compare_outputs(ours: list[Tensor], theirs: list[Tensor], run: Run) -> None:
     for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        _note(f"output {index}", a, b, b.norm().item(), run)
+        _compare_tensor(f"output {index}", a, b, b.norm().item(), run)
 
 
 def compare_gradients(model: nn.Module, reference: nn.Module, run: Run) -> None:
@@ -143,10 +143,10 @@ def compare_gradients(model: nn.Module, reference: nn.Module, run: Run) -> None:
         scale = max(b.norm().item(), NEGLIGIBLE * total)
         if isinstance(a, DTensor):
             b = local_shard(b, a)
-        _note(f"gradient of {name}", _local(a), b, scale, run)
+        _compare_tensor(f"gradient of {name}", _local(a), b, scale, run)
 
 
-def _note(name: str, ours: Tensor, theirs: Tensor, scale: float, run: Run) -> None:
+def _compare_tensor(name: str, ours: Tensor, theirs: Tensor, scale: float, run: Run) -> None:
     if ours.shape != theirs.shape:
         _record_wrong(f"{name} has the shape {tuple(ours.shape)}, not {tuple(theirs.shape)}", run)
         return

@@ -36,7 +36,7 @@ ERRORS: dict[str, Call] = {
     "a peer outside the group": lambda group, n: dist.send(torch.ones(2), n + 3, group=group),
     "a message to itself": lambda group, n: dist.send(torch.ones(2), dist.get_rank(), group=group),
     "not a tensor": lambda group, n: dist.all_reduce([1.0], group=group),
-    "a bitwise reduction of floats": lambda group, n: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR, group=group),
+    "bitwise reduction of floats": lambda group, n: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR, group=group),
     "a product of complex numbers": lambda group, n: dist.all_reduce(
         torch.ones(2, dtype=torch.complex64), op=dist.ReduceOp.PRODUCT, group=group
     ),

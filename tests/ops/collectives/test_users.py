@@ -84,7 +84,7 @@ def test_dtensor_redistributes(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 @across_hosts("aaaa", "aabb")
-def test_tensor_parallel_plan(rank: int, world_size: int) -> None:
+def test_tensor_parallel_plan_matches_one_device(rank: int, world_size: int) -> None:
     expected, model = new_model(), new_model()
     plan = {}
     for block in range(2):
@@ -97,8 +97,8 @@ def test_tensor_parallel_plan(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 @across_hosts("aaaa", "aabb")
-def test_fully_sharded(rank: int, world_size: int) -> None:
-    """One-dimensional, and two-dimensional (replicated over rows, sharded over columns)."""
+def test_fsdp2_matches_one_device(rank: int, world_size: int) -> None:
+    """FSDP2 shards over a mesh of one axis, or replicates over the first of two axes and shards over the second."""
     batches = [[data_of(10 * step + each) for each in range(world_size)] for step in range(4)]
     expected = new_model()
     train(expected, [torch.cat(batch) for batch in batches])
@@ -113,7 +113,7 @@ def test_fully_sharded(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 @across_hosts("aaaa", "aabb")
-def test_data_parallel(rank: int, world_size: int) -> None:
+def test_ddp_matches_one_device(rank: int, world_size: int) -> None:
     batches = [[data_of(10 * step + each) for each in range(world_size)] for step in range(4)]
     expected = new_model()
     train(expected, [torch.cat(batch) for batch in batches])
@@ -126,7 +126,7 @@ def test_data_parallel(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 @across_hosts("aaaa", "aabb")
-def test_distributed_checkpoint(rank: int, world_size: int) -> None:
+def test_distributed_checkpoint_reshards(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     mesh = mesh_of(world_size)
     folder = [str(Path.cwd())]
@@ -169,7 +169,7 @@ def test_object_collectives(rank: int, world_size: int) -> None:
 @on_ranks(4)
 @across_hosts("aaaa", "abbc")
 def test_subgroups_and_split_groups(rank: int, world_size: int) -> None:
-    """Several sub-groups of a mesh at once, called in different orders; and a split group."""
+    """All-reduces of two groups of a mesh, launched in different orders, are in flight at once; then split_group."""
     mesh = mesh_of(world_size, (2, 2))
     rows, columns = mesh.get_group(0), mesh.get_group(1)
     works, tensors = [], []
@@ -196,7 +196,7 @@ def test_subgroups_and_split_groups(rank: int, world_size: int) -> None:
 @across_hosts("aa", "ab")
 def test_monitored_barrier_and_sequence_numbers(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
-    # dist.monitored_barrier asks for gloo by name before torch 2.15.
+    # Before torch 2.15, dist.monitored_barrier requires a backend named gloo.
     group.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True)
     backend = group._get_backend(torch.device("cpu"))  # torch 2.11 does not find a group's only backend by itself
     before = backend._get_sequence_number_for_group()
@@ -206,7 +206,7 @@ def test_monitored_barrier_and_sequence_numbers(rank: int, world_size: int) -> N
 
 @on_ranks(2)
 def test_messages_do_not_count_as_collectives(rank: int, world_size: int) -> None:
-    """torch's detailed debug mode compares the count between ranks, but not all of them take part in a message."""
+    """torch's detailed debug mode compares the count between ranks, but not all ranks take part in a message."""
     group = dist.new_group(backend="cpu:weft")
     count = group._get_backend(torch.device("cpu"))._get_sequence_number_for_group
     before = count()

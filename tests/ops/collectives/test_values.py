@@ -22,7 +22,7 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 1e-6, "float64": 1e-1
 
 
 def values(rank: int, key: object, shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Return the input of rank `rank`: small integers, which are exact in half types and in products."""
+    """Return the input of rank `rank`: small integers, which are exact in half-precision dtypes and in products."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{rank} {key}".encode()))
     numbers = torch.randint(0, 2 if dtype == "bool" else 4, shape, generator=generator)
     if dtype.startswith("complex"):
@@ -31,7 +31,7 @@ def values(rank: int, key: object, shape: tuple[int, ...], dtype: str) -> Tensor
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """Return the same values, strided: every second element of a larger storage, the last dim first."""
+    """Return the same values, strided: every second element of a larger storage, with the last dim outermost."""
     wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)
     wide[..., 0] = tensor
     flipped = wide[..., 0]
@@ -42,11 +42,11 @@ def maker(rank: int, dtype: str, layout: Callable[[Tensor], Tensor]) -> Callable
     return lambda key, *shape: layout(values(rank, key, shape, dtype))
 
 
-def check_close(actual: list[Tensor], expected: list[Tensor], dtype: str, what: str) -> None:
-    assert len(actual) == len(expected), what
+def check_close(actual: list[Tensor], expected: list[Tensor], dtype: str, label: str) -> None:
+    assert len(actual) == len(expected), label
     for mine, theirs in zip(actual, expected, strict=True):
         tolerance = TOLERANCE.get(dtype, 0.0)
-        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text: f"{label}: {text}")
 
 
 def is_reducible(op: str, dtype: str) -> bool:
@@ -73,13 +73,13 @@ def test_equals_gloo_across_hosts(rank: int, world_size: int, dtype: str) -> Non
 
 
 def check_against_gloo(rank: int, world_size: int, dtype: str) -> None:
-    """Gloo gets contiguous tensors, weft both layouts. Only weft supports AVG of integers: it truncates."""
+    """Gloo gets contiguous tensors; weft gets contiguous and strided ones. Only weft supports AVG of integers."""
     gloo_group, weft_group = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:weft")
     calls = dict(DATA_MOVEMENTS)
     for name, reduction in REDUCTIONS.items():
         for op in REDUCE_OPS:
-            floats = dtype.startswith(("float", "bfloat"))
-            if is_reducible(op, dtype) and (floats or op != "AVG"):
+            is_floating = dtype.startswith(("float", "bfloat"))
+            if is_reducible(op, dtype) and (is_floating or op != "AVG"):
                 calls[f"{name} {op}"] = reduction(op)
     for name, call in calls.items():
         expected = call(gloo_group, rank, world_size, maker(rank, dtype, torch.clone))
@@ -91,7 +91,7 @@ def check_against_gloo(rank: int, world_size: int, dtype: str) -> None:
 @on_ranks(2, 3)
 @across_hosts("aaaa", "abba")
 @pytest.mark.parametrize("dtype", OTHER_DTYPES)
-def test_dtypes_unsupported_by_gloo(rank: int, world_size: int, dtype: str) -> None:
+def test_dtypes_unsupported_by_gloo_match_torch(rank: int, world_size: int, dtype: str) -> None:
     """Data movement equals gloo's on the same bytes; sums and averages equal torch's."""
     gloo_group, group = dist.new_group(backend="gloo"), dist.new_group(backend="cpu:weft")
     size = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
@@ -129,7 +129,7 @@ def test_averages_of_integers_truncate(rank: int, world_size: int, dtype: str) -
 
 @on_ranks(2, 3)
 @across_hosts("aaaa", "abba")
-def test_large_and_uneven(rank: int, world_size: int) -> None:
+def test_large_and_uneven_tensors(rank: int, world_size: int) -> None:
     """Tensors larger than the staging buffers, and lists whose tensors differ from rank to rank."""
     group = dist.new_group(backend="cpu:weft")
     size = 3_000_001
@@ -157,8 +157,8 @@ def test_large_and_uneven(rank: int, world_size: int) -> None:
 @on_ranks(2, 3)
 @across_hosts("aaa", "aba")
 @pytest.mark.parametrize("size", [6, 600_000])
-def test_inputs_overlapping_outputs(rank: int, world_size: int, size: int) -> None:
-    """An output may overlap memory that this rank sends: the values are those of copies made before the call."""
+def test_inputs_may_overlap_outputs(rank: int, world_size: int, size: int) -> None:
+    """An output may overlap this rank's input: the values equal those of a call with a copy of the input."""
     group = dist.new_group(backend="cpu:weft")
     values = torch.arange(size, dtype=torch.float64)
 
@@ -194,22 +194,22 @@ def test_inputs_overlapping_outputs(rank: int, world_size: int, size: int) -> No
 
 @on_ranks(2)
 def test_no_unneeded_copies(rank: int, world_size: int) -> None:
-    """In place, as FSDP2 gathers and reduces, and into strided outputs, which are written through a buffer."""
+    """Only strided outputs and overlapping inputs need temporary tensors; calls in place, like FSDP2's, need none."""
     group = dist.new_group(backend="cpu:weft")
     size = 100_000
     full, shard = torch.ones(world_size, size), torch.ones(size)
     wide = torch.zeros(world_size, size, 2)[:, :, 0]
-    calls: dict[str, tuple[Callable[[], object], int]] = {  # and the number of temporary tensors of `size`
+    calls: dict[str, tuple[Callable[[], object], int]] = {  # call, number of temporary tensors
         "all_gather in place": (lambda: dist.all_gather_into_tensor(full, full[rank], group=group), 0),
         "reduce_scatter in place": (lambda: dist.reduce_scatter_tensor(full[rank], full, group=group), 0),
         "all_gather list": (lambda: dist.all_gather(list(full), shard, group=group), 0),
         "all_to_all of halves": (lambda: dist.all_to_all_single(full[1], full[0], group=group), 0),
         "all_gather of columns": (lambda: dist.all_gather(list(wide), shard, group=group), world_size),
-        "what overlaps": (lambda: dist.all_gather_into_tensor(full, full[1 - rank], group=group), 1),
+        "all_gather with overlap": (lambda: dist.all_gather_into_tensor(full, full[1 - rank], group=group), 1),
     }
     for name, (call, num_tensors) in calls.items():
         for _ in range(4):
-            call()  # warm up: allocates all shared memory pages that it writes
+            call()  # warm up: allocate all shared memory pages that the call writes
         with counted() as count:
             before = count.now()
             call()
@@ -219,7 +219,7 @@ def test_no_unneeded_copies(rank: int, world_size: int) -> None:
 
 @on_ranks(1, 2, 4)
 @across_hosts("aaaa", "abca")
-def test_coalesced(rank: int, world_size: int) -> None:
+def test_coalesced_calls(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     tensors = [torch.full((size,), rank + 1.0) for size in (1, 70, 5)]
     dist.all_reduce_coalesced(tensors, group=group)
@@ -268,8 +268,8 @@ def test_sums_are_bitwise_deterministic(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 @across_hosts("aaaa", "abba")
-def test_any_source_and_any_order(rank: int, world_size: int) -> None:
-    """Ranks post sends in ascending or descending rank order, receives in the opposite one, and wait in either."""
+def test_messages_from_any_source_in_any_order(rank: int, world_size: int) -> None:
+    """Ranks post sends in ascending or descending rank order, receives in reverse order, and wait in either order."""
     group = dist.new_group(backend="cpu:weft")
     peers = [each for each in range(world_size) if each != rank]
     for size in (3, 2_000_000):
@@ -296,7 +296,7 @@ def test_any_source_and_any_order(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 @across_hosts("aaaa", "abba")
-def test_batched_messages(rank: int, world_size: int) -> None:
+def test_batched_messages_arrive(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     sent, received = torch.full((1000,), float(rank)), torch.zeros(1000)
     operations = [dist.P2POp(dist.isend, sent, 1 - rank, group), dist.P2POp(dist.irecv, received, 1 - rank, group)]
@@ -307,7 +307,7 @@ def test_batched_messages(rank: int, world_size: int) -> None:
 
 @on_ranks(2, 4)
 @across_hosts("aaaa", "abba")
-def test_asynchronous_works(rank: int, world_size: int) -> None:
+def test_asynchronous_works_complete_in_any_order(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="cpu:weft")
     tensors = [torch.full((1000 * (each + 1),), rank + 1.0) for each in range(6)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
@@ -321,7 +321,7 @@ def test_asynchronous_works(rank: int, world_size: int) -> None:
     chained.wait()
     assert seen == [total]
     assert all(torch.equal(tensor, torch.full_like(tensor, total)) for tensor in tensors)
-    # No thread waits for the work: the background thread completes it.
+    # The background thread completes a work that no other thread waits for.
     work = dist.all_reduce(tensors[0], group=group, async_op=True)
     future = work.get_future()
     future.wait()

@@ -12,17 +12,17 @@ from ops.fuzz.operator import UNKNOWN_GROUP, Call
 
 
 def check(call: Call, rank: int, groups: dict[str, str], device: str = "cpu") -> str:
-    """Return "agreed", "refused" or "told on the CPU alone"; raise AssertionError with the call in its text.
+    """Return "agreed", "raised" or "CPU only"; raise AssertionError with the call in its text if a check fails.
 
-    The last is for a call that other devices accept on some rank, because they do not read values.
+    "CPU only" is a call that must raise on the CPU, but that other devices accept, because they do not read values.
     """
     rank_in_group = call.rank_in_group(rank)
-    if device != "cpu" and any(one.reads_values for of_rank in call.expected_errors for one in of_rank):
-        return "told on the CPU alone"
+    if device != "cpu" and any(error.reads_values for errors in call.expected_errors for error in errors):
+        return "CPU only"
     try:
         if call.expected_errors[rank_in_group.rank]:
             _check_error(call, rank_in_group, groups, device)
-            return "refused"
+            return "raised"
         _check_values(call, rank_in_group, groups, device)
     except Exception as error:
         found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
@@ -36,18 +36,18 @@ def _run(call: Call, arguments: dict[str, object], groups: dict[str, str]) -> tu
 
 
 def _check_error(call: Call, rank_in_group: RankInGroup, groups: dict[str, str], device: str) -> None:
-    where = torch.empty(0, device=device).device  # with its index
-    expected = [each.on(where) for each in call.expected_errors[rank_in_group.rank]]
+    indexed_device = torch.empty(0, device=device).device
+    expected = [each.on(indexed_device) for each in call.expected_errors[rank_in_group.rank]]
     try:
         _run(call, call.arguments_of(rank_in_group, device), groups | {UNKNOWN_GROUP: UNKNOWN_GROUP})
     except Exception as error:
         text = str(error)
         is_known = any(type(error) is each.error and each.text in text for each in expected)
-        assert is_known, f"{type(error).__name__}: {text}; documented is one of {expected}"
+        assert is_known, f"{type(error).__name__}: {text}; expected one of {expected}"
         is_sentence = text.startswith(f"weft::{call.operator.name}: got ") and text.endswith(".") and "\n" not in text
-        assert is_sentence, f"not a sentence of weft's: {text}"
+        assert is_sentence, f"not a sentence that begins with the operator's name and 'got': {text}"
         return
-    raise AssertionError(f"accepted; documented is one of {expected}")
+    raise AssertionError(f"the call succeeded; expected one of {expected}")
 
 
 def _check_values(call: Call, rank_in_group: RankInGroup, groups: dict[str, str], device: str) -> None:
@@ -66,18 +66,18 @@ def _check_values(call: Call, rank_in_group: RankInGroup, groups: dict[str, str]
         assert result.requires_grad == (bool(leaves) and call.mode != "no_grad")
         for name in before:
             same = result.untyped_storage().data_ptr() == arguments[name].untyped_storage().data_ptr()
-            assert not same or result.numel() == 0, f"the result is in the memory of {name}"
+            assert not same or result.numel() == 0, f"the result shares the memory of {name}"
         expected.compare(result.detach(), expected.result_on(rank_in_group, index), f"result {index}")
     if leaves and call.mode != "no_grad":
         graded = [results[index] for index in call.graded]
         grads = [laid_out(expected.grad_on(rank_in_group, index).to(device), call.grad_layout) for index in call.graded]
         if call.mode == "backward":
             torch.autograd.backward(graded, grads)
-            given = {name: leaf.grad for name, leaf in leaves.items()}
+            input_grads = {name: leaf.grad for name, leaf in leaves.items()}
         else:
             tensors = torch.autograd.grad(graded, [leaves[name] for name in call.wanted], grads)
-            given = dict(zip(call.wanted, tensors, strict=True))
-        for name, grad in given.items():
+            input_grads = dict(zip(call.wanted, tensors, strict=True))
+        for name, grad in input_grads.items():
             assert grad.dtype == leaves[name].dtype, f"gradient of {name} of {grad.dtype}"
             expected.compare(grad, expected.input_grad_on(rank_in_group, name), f"gradient of {name}")
     for name, value in before.items():
@@ -119,7 +119,7 @@ class _Expected:
             grads = tuple(torch.zeros_like(leaf) for _, leaf in differentiable)
         self._input_grads: dict[str, Value] = {}
         for name in call.requires_grad:
-            own_grads = [grad for (of, _), grad in zip(differentiable, grads, strict=True) if of == name]
+            own_grads = [grad for (leaf_name, _), grad in zip(differentiable, grads, strict=True) if leaf_name == name]
             self._input_grads[name] = own_grads if isinstance(call.values[name], list) else own_grads[0]
 
         all_values = [*self.results, *self._input_grads.values(), *values, *call.values.values()]
@@ -171,6 +171,6 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _dtype_of(call: Call) -> torch.dtype:
-    """Return the floating dtype of the call's tensors; if they have two, the first."""
+    """Return the first floating-point dtype of the call's tensors, or int64 if there is none."""
     dtypes = [one.dtype for value in call.values.values() for one in _listed(value)]
     return next((dtype for dtype in dtypes if dtype in FLOATS), torch.int64)

@@ -1,4 +1,4 @@
-"""Checks one exchange on this rank: tensors arrive as sent, gradients are the receiver's, invalid calls raise."""
+"""Checks one exchange on this rank: tensors arrive as sent, senders get the receivers' gradients, faults raise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPS = weft.ops
 
 
 def check_exchange(exchange: Exchange, rank: int, groups: dict[str, str], device: str = "cpu") -> str:
-    """Return "agreed" or "refused"; raise AssertionError with the exchange in its text."""
+    """Return "agreed" or "raised"; raise AssertionError with the exchange in its text if a check fails."""
     rank -= exchange.first_rank
     try:
         if rank >= 0:
@@ -25,7 +25,7 @@ def check_exchange(exchange: Exchange, rank: int, groups: dict[str, str], device
     except Exception as error:
         found = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         raise AssertionError(f"{found}\n{exchange}") from error
-    return "refused" if exchange.expected_errors else "agreed"
+    return "raised" if exchange.expected_errors else "agreed"
 
 
 class _Rank:
@@ -50,7 +50,7 @@ class _Rank:
         for number, tensors in self._sent.items():
             if number not in self._overwritten:
                 for spec, tensor in zip(self._specs(number), tensors, strict=True):
-                    assert _same_bits(tensor.detach(), _values(spec)), f"what message {number} sent has changed"
+                    assert _same_bits(tensor.detach(), _values(spec)), f"sent tensor of message {number} has changed"
 
     def _message(self, step: Step) -> tuple[int, Message]:
         (number,) = step.messages
@@ -65,7 +65,7 @@ class _Rank:
         pairs = zip(leaves, message.specs, strict=True)
         self._leaves[number], self._sent[number] = (
             leaves,
-            [leaf if one.is_leaf else leaf.clone() for leaf, one in pairs],
+            [leaf if spec.is_leaf else leaf.clone() for leaf, spec in pairs],
         )
         with torch.set_grad_enabled(not message.is_constant):
             token = OPS.pipeline_send(self._sent[number], message.target, message.channel, self._group)
@@ -120,7 +120,7 @@ class _Rank:
 
 
 def _used(specs: tuple[TensorSpec, ...]) -> list[bool]:
-    """Return at which tensors the receiver's backward starts: one at least."""
+    """Return for each tensor whether the receiver's backward starts at it; it starts at one or more."""
     used = [spec.needs_grad and spec.is_used for spec in specs]
     if not any(used):
         used[[spec.needs_grad for spec in specs].index(True)] = True
@@ -153,8 +153,8 @@ def _template(spec: TensorSpec, message: Message) -> Tensor:
     if spec.template == "expanded":
         return torch.empty((), dtype=spec.dtype, requires_grad=requires_grad).expand(spec.shape)
     if spec.template == "transposed":
-        turned = torch.empty(spec.shape[::-1], dtype=spec.dtype, requires_grad=requires_grad)
-        return turned.permute(tuple(range(turned.dim()))[::-1])
+        reversed_dims = torch.empty(spec.shape[::-1], dtype=spec.dtype, requires_grad=requires_grad)
+        return reversed_dims.permute(tuple(range(reversed_dims.dim()))[::-1])
     return torch.empty(spec.shape, dtype=spec.dtype, requires_grad=requires_grad)
 
 
@@ -169,7 +169,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _join(spec: TensorSpec, tokens: list[Tensor]) -> None:
-    """Join the tokens to a tensor and run a backward, which reaches them."""
+    """Join the tokens to a tensor and run a backward, which receives the sends' gradients."""
     x = laid_out(_values(spec), spec.layout)
     if x.dtype not in DIFFERENTIABLE:
         x = x.float()
@@ -182,7 +182,7 @@ def _join(spec: TensorSpec, tokens: list[Tensor]) -> None:
 
 
 def _check_join(spec: TensorSpec) -> None:
-    """Check `join` without messages: any dtype, and a result in memory of its own."""
+    """Check `join` without messages: it accepts any dtype, and its result shares no memory with the input."""
     x = laid_out(_values(spec), spec.layout).requires_grad_(spec.needs_grad)
     y = OPS.join(x, [torch.empty(0)] * (spec.seed % 3))
     assert _same_bits(y.detach(), _values(spec)) and y.requires_grad == spec.needs_grad
@@ -198,11 +198,11 @@ def _check_error(exchange: Exchange, rank: int, groups: dict[str, str]) -> None:
     except Exception as error:
         text = str(error)
         is_known = any(type(error) is each.error and each.text in text for each in exchange.expected_errors)
-        assert is_known, f"{type(error).__name__}: {text}; documented is one of {exchange.expected_errors}"
+        assert is_known, f"{type(error).__name__}: {text}; expected one of {exchange.expected_errors}"
         is_sentence = text.startswith(f"weft::{exchange.operator}: got ") and text.endswith(".") and "\n" not in text
-        assert is_sentence, f"not a sentence of weft's: {text}"
+        assert is_sentence, f"not a sentence that begins with the operator's name and 'got': {text}"
         return
-    raise AssertionError(f"accepted; documented is one of {exchange.expected_errors}")
+    raise AssertionError(f"the call succeeded; expected one of {exchange.expected_errors}")
 
 
 def _call_with_invalid_arguments(exchange: Exchange, rank: int, groups: dict[str, str]) -> None:

@@ -30,7 +30,7 @@ class Replicated:
 
 @dataclass(frozen=True)
 class PerRank:
-    """Each rank has a tensor of its own: the value is a list with one tensor for each rank."""
+    """Each rank has a different tensor: the value is a list with one tensor per rank."""
 
 
 Placement = Sharded | Replicated | PerRank
@@ -53,7 +53,7 @@ class RankInGroup:
 
 
 def local_shard(value: Value, placement: Placement, rank_in_group: RankInGroup) -> Tensor | None:
-    """Return a rank's shard of a value; unsharded if the value lacks the dim, for which the operator must raise."""
+    """Return a rank's shard of a value, or the full value if it lacks the dim, for which the operator must raise."""
     if value is None:
         return None
     if isinstance(value, list):
@@ -64,19 +64,19 @@ def local_shard(value: Value, placement: Placement, rank_in_group: RankInGroup) 
 
 
 class Draw:
-    """Random choices, the same on every rank that starts from the same seed."""
+    """Random choices, which are equal on ranks that pass an equal seed."""
 
-    num_ranks = 1  # of the group that the call is for
+    num_ranks = 1  # in the group of the call
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(self.random.getrandbits(60))
 
-    def chance(self, share: float) -> bool:
-        return self.random.random() < share
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
 
     def size(self) -> int:
-        """Return the size of a dim: small, now and then 0."""
+        """Return the size of a dim, from 0 to 7."""
         return self.random.choices(range(8), (6, 12, 16, 16, 16, 14, 10, 10))[0]
 
     def sizes(self, fewest: int, most: int) -> tuple[int, ...]:
@@ -86,14 +86,14 @@ class Draw:
         return self.random.choices(FLOATS, (25, 40, 15, 20))[0]
 
     def values(self, shape: Sequence[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Return normal numbers, or integers from -4 to 4; drawn on the CPU, so that all devices get the same."""
+        """Return normal numbers, or integers from -4 to 4; drawn on the CPU, so that all devices get equal numbers."""
         if dtype.is_floating_point or dtype.is_complex:
             normal = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64, device="cpu")
             return (normal * scale).to(dtype)
         return torch.randint(-4, 5, tuple(shape), generator=self.generator, device="cpu").to(dtype)
 
-    def maybe(self, shape: Sequence[int], dtype: torch.dtype, share: float = 0.5) -> Tensor | None:
-        return self.values(shape, dtype) if self.chance(share) else None
+    def maybe(self, shape: Sequence[int], dtype: torch.dtype, probability: float = 0.5) -> Tensor | None:
+        return self.values(shape, dtype) if self.chance(probability) else None
 
     def layout(self) -> str:
         return self.random.choices(LAYOUTS, (60, 12, 12, 10, 6))[0]
@@ -102,9 +102,9 @@ class Draw:
         """Return any of `num_dims` >= 1 dims, counted from the front or from the back."""
         return self.random.randrange(-num_dims, num_dims)
 
-    def optional_size(self, size: int, share: float = 0.6) -> int | None:
-        """Return the size of a sharded dim, or, at times, None if all shards have equal sizes."""
-        return size if size % self.num_ranks or self.chance(share) else None
+    def optional_size(self, size: int, probability: float = 0.6) -> int | None:
+        """Return the size of a sharded dim; if all shards have equal sizes, sometimes None."""
+        return size if size % self.num_ranks or self.chance(probability) else None
 
 
 def constant_along_first_dim(value: Value) -> Value:
@@ -117,7 +117,7 @@ def constant_along_first_dim(value: Value) -> Value:
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """Return the same values in new memory, in that layout if the shape allows it."""
+    """Return the same values in new memory, in `layout` if the shape allows it, and contiguous otherwise."""
     if layout == "transposed" and tensor.dim() >= 2:
         return tensor.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
     if layout == "strided" and tensor.dim() >= 1:

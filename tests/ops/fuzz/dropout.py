@@ -1,4 +1,4 @@
-"""dropout, of replicated and of sharded tensors."""
+"""Random calls of dropout, with replicated and with sharded tensors."""
 
 from __future__ import annotations
 

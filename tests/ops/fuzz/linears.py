@@ -1,4 +1,4 @@
-"""column_row_mlp and the linear layers."""
+"""Random calls of column_row_mlp and the linear layers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ColumnRowMLP(Operator):
             "sequence_size": None,
         }
         if options["activation"] == "relu" and dtype in (torch.bfloat16, torch.float16):
-            # Make the products exact in these types: rounding could flip a pre-activation's sign, and its gradient.
+            # Make products exact in these dtypes: rounding could flip a pre-activation's sign, and so its gradient.
             for name in ("x", "w1", "b1"):
                 values[name] = None if values[name] is None else values[name].clamp(-1, 1).mul(4).round().div(4)
         if lead and draw.chance(0.5):

@@ -1,9 +1,9 @@
 """Random messages between the ranks of a pipeline, for pipeline_send, pipeline_recv, pipeline_wait, join and
 pipeline_flush.
 
-An exchange is drawn alike on every rank: its messages, and one order of all ranks' steps in which no step waits for a
-later one. Each rank runs its own steps in that order, so no rank can hang. Some exchanges are one invalid call of their
-operator instead.
+Every rank draws the same exchange: its messages, and one order of all ranks' steps in which no step waits for a later
+one. Each rank runs its own steps in that order, so no rank can hang. Some exchanges are a single invalid call of
+their operator instead.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Message:
 class Step:
     """One rank's step: send, recv, wait, ack, backward (of received tensors), gradients (of sent tensors), or flush.
 
-    backward and gradients may be of several messages of one rank at once.
+    One backward or gradients step may cover several messages of a rank.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class Exchange:
     seed: int
     world_size: int
     group: str
-    first_rank: int  # the group's first rank, in the world
+    first_rank: int  # the global rank of the group's rank 0
     num_ranks: int
     is_on_gloo: bool = False
     messages: list[Message] = field(default_factory=list)
@@ -100,7 +100,7 @@ class Exchange:
     expected_errors: list[ExpectedError] = field(default_factory=list)
 
     def __str__(self) -> str:
-        where = f"group {self.group!r} of {self.num_ranks}, rank {self.first_rank} of the world first"
+        where = f"group {self.group!r} of {self.num_ranks} ranks from global rank {self.first_rank} on"
         lines = [f"weft::{self.operator}, {where}"]
         for number, message in enumerate(self.messages):
             lines.append(f"  {number}: {message.source} -> {message.target} on channel {message.channel}")
@@ -108,13 +108,13 @@ class Exchange:
         lines += [f"  rank {step.rank}: {step.kind} {list(step.messages)}" for step in self.steps]
         lines += [f"  {name}: {value!r}" for name, value in self.invalid_arguments.items()]
         script = f"--operator {self.operator} --ranks {self.world_size} --seed {self.seed} --count 1"
-        return "\n".join([*lines, f"  again: PYTHONPATH=tests python tests/soak/operators.py {script}"])
+        return "\n".join([*lines, f"  rerun: PYTHONPATH=tests python tests/soak/operators.py {script}"])
 
 
 def draw_exchange(operator: str, seed: int, world_size: int, only_gloo: bool = False) -> Exchange:
-    """Return the exchange of that seed, the same on every rank; about a third are invalid calls.
+    """Return the exchange of `seed`, the same on every rank; about a third of the exchanges are invalid calls.
 
-    With `only_gloo` its order allows every group to be a gloo group.
+    With `only_gloo`, every group may be a gloo group.
     """
     draw = Draw(seed * len(NAMES) + NAMES.index(operator))
     group = draw.random.choices(("world", "second", "gloo", "last two"), (50, 15, 20, 15))[0]
@@ -154,17 +154,18 @@ def _draw_spec(draw: Draw, requires_grad: bool) -> TensorSpec:
 
 
 def _draw_steps(exchange: Exchange, draw: Draw) -> Iterator[Step]:
-    """Yield all steps in a random order in which each waits only for earlier ones."""
+    """Yield all steps in a random order in which each step waits only for earlier steps."""
     done: set[tuple[str, int]] = set()
-    acknowledged = 0.9 if exchange.operator == "pipeline_wait" else 0.4
-    left = []
+    ack_probability = 0.9 if exchange.operator == "pipeline_wait" else 0.4
+    remaining = []
     for number, message in enumerate(exchange.messages):
         kinds = ["send", "recv", "wait", *(["backward", "gradients"] if message.has_backward else [])]
-        left += [(kind, number) for kind in (*kinds, *(["ack"] if draw.chance(acknowledged) else []))]
-    most = 3 if exchange.operator == "pipeline_flush" else 1
-    flushes = [draw.random.randrange(exchange.num_ranks) for _ in range(draw.random.randint(most // 3, most))]
-    while left or flushes:
-        ready = [each for each in left if _may_follow(exchange, *each, done)]
+        remaining += [(kind, number) for kind in (*kinds, *(["ack"] if draw.chance(ack_probability) else []))]
+    max_flushes = 3 if exchange.operator == "pipeline_flush" else 1
+    num_flushes = draw.random.randint(max_flushes // 3, max_flushes)
+    flushes = [draw.random.randrange(exchange.num_ranks) for _ in range(num_flushes)]
+    while remaining or flushes:
+        ready = [each for each in remaining if _may_follow(exchange, *each, done)]
         can_flush = [rank for rank in flushes if _may_flush(exchange, rank, done)]
         if can_flush and (not ready or draw.chance(0.15)):
             rank = draw.random.choice(can_flush)
@@ -173,15 +174,15 @@ def _draw_steps(exchange: Exchange, draw: Draw) -> Iterator[Step]:
             continue
         kind, number = draw.random.choice(ready)
         rank = _rank_of(exchange.messages[number], kind)
-        together = [number]
+        numbers = [number]
         if kind in ("backward", "gradients") and draw.chance(0.4):
-            others = [other for of, other in ready if of == kind and other != number]
-            together += [other for other in others if _rank_of(exchange.messages[other], kind) == rank]
-            draw.random.shuffle(together)
-        for each in together:
-            left.remove((kind, each))
+            others = [other for other_kind, other in ready if other_kind == kind and other != number]
+            numbers += [other for other in others if _rank_of(exchange.messages[other], kind) == rank]
+            draw.random.shuffle(numbers)
+        for each in numbers:
+            remaining.remove((kind, each))
             done.add((kind, each))
-        yield Step(kind, rank, tuple(together))
+        yield Step(kind, rank, tuple(numbers))
 
 
 def _rank_of(message: Message, kind: str) -> int:
@@ -196,14 +197,14 @@ def _may_follow(exchange: Exchange, kind: str, number: int, done: set[tuple[str,
     if kind == "wait":
         return {("send", number), ("recv", number)} <= done
     if kind == "ack":
-        # Without gradients the sender waits for the receiver's confirmation; on gloo its wait does the receiving.
+        # Without gradients, a send waits for the receiver's confirmation; on gloo, the receiver receives in its wait.
         needed = "recv" if message.has_backward and not exchange.is_on_gloo else "wait"
         return {("send", number), (needed, number)} <= done
     return ("wait" if kind == "backward" else "backward", number) in done
 
 
 def _may_flush(exchange: Exchange, rank: int, done: set[tuple[str, int]]) -> bool:
-    """Return whether all messages that the rank has sent are waited for, so that its flush returns."""
+    """Return whether receivers wait for all messages and gradients that the rank has sent, so a flush returns."""
     for number, message in enumerate(exchange.messages):
         if message.source == rank and ("send", number) in done and ("wait", number) not in done:
             return False

@@ -1,4 +1,4 @@
-"""rms_norm, layer_norm and their fused residual adds."""
+"""Random calls of rms_norm, layer_norm and their variants with a fused residual add."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ops.fuzz.rules import ExpectedError, Undetectable, Violations
 
 EPS = (1e-12, 1e-6, 1e-5, 0.02, 0.1, 1.0)
 HALF = (torch.bfloat16, torch.float16)
-# The limit of 1 / std. Beyond it a token's features are so close to each other, or to 0, that a comparison measures the
-# rounding of their mean. An eps of 0.02 or more keeps tokens below it.
+# The largest 1 / std that is compared. Above this limit, a token's features are so close to each other, or to 0, that a
+# comparison measures the rounding error of their mean. An eps of 0.02 or more keeps 1 / std below the limit.
 MAX_RSTD = 10.0
 
 
@@ -27,18 +27,18 @@ class Norm(Operator):
     edge_case_options: ClassVar[EdgeCaseOptions] = {
         "eps": (-1.0, -1e-30, float("nan"), float("inf"), -0.0, 0.0, 1e-300, 1e-3, 7.0, 1e300)
     }
-    tolerates_by_result = True  # half types are computed in float32
+    tolerates_by_result = True  # half-precision inputs are computed in float32
     is_centered = has_residual = False
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         dtype, width, shapes = draw.dtype(), draw.size(), _shapes(draw)
-        kind = torch.float32 if dtype in HALF and draw.chance(0.4) else dtype
+        weight_dtype = torch.float32 if dtype in HALF and draw.chance(0.4) else dtype
         values: Values = {"x": [draw.values((*shape, width), dtype, 2.0) for shape in shapes]}
         if self.has_residual:
             values["residual"] = [draw.values((*shape, width), dtype) for shape in shapes]
-        values["weight"] = draw.maybe((width,), kind, 0.8)
+        values["weight"] = draw.maybe((width,), weight_dtype, 0.8)
         if self.is_centered:
-            values["bias"] = None if values["weight"] is None else draw.maybe((width,), kind, 0.7)
+            values["bias"] = None if values["weight"] is None else draw.maybe((width,), weight_dtype, 0.7)
         return values, {"eps": draw.random.choice(EPS)}
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
@@ -50,7 +50,7 @@ class Norm(Operator):
         if not argument_errors and not given.x.is_meta:
             x = given.x.double() + given.residual.double() if self.has_residual else given.x.double()
             if _largest_rstd(x.to(given.x.dtype).double(), given.eps, self.is_centered) > MAX_RSTD:
-                yield Undetectable("features of which rounding is all that is left")
+                yield Undetectable("features whose differences are rounding errors")
 
     def argument_errors(self, given: SimpleNamespace) -> Violations:
         x, residual = given.x, getattr(given, "residual", None)
@@ -83,8 +83,8 @@ class Norm(Operator):
         self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
     ) -> tuple[Value, ...]:
         sums = self.sums(values, options.dtype)
-        moved = [_moved(total, self.is_centered) for total in sums]
-        normed = [each * _rstd(each, options.eps) for each in moved]
+        centered = [_centered(total, self.is_centered) for total in sums]
+        normed = [each * _rstd(each, options.eps) for each in centered]
         if values.weight is not None:
             normed = [y * values.weight for y in normed]
         if getattr(values, "bias", None) is not None:
@@ -140,13 +140,13 @@ def _params_of(x: Tensor, params: Tensor | None, name: str) -> Violations:
         yield ExpectedError(ValueError, f"got {name} of shape ")
 
 
-def _moved(total: Tensor, is_centered: bool) -> Tensor:
+def _centered(total: Tensor, is_centered: bool) -> Tensor:
     return total - total.mean(-1, keepdim=True) if is_centered else total
 
 
-def _rstd(moved: Tensor, eps: float) -> Tensor:
-    return (moved.square().mean(-1, keepdim=True) + eps).rsqrt()
+def _rstd(centered: Tensor, eps: float) -> Tensor:
+    return (centered.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def _largest_rstd(total: Tensor, eps: float, is_centered: bool) -> float:
-    return _rstd(_moved(total, is_centered), eps).max().item() if total.numel() else 0.0
+    return _rstd(_centered(total, is_centered), eps).max().item() if total.numel() else 0.0

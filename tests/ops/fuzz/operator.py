@@ -1,7 +1,7 @@
-"""An operator as the fuzz test sees it, and one random call of it.
+"""The description of an operator for the fuzz test, and one random call of an operator.
 
-A call is drawn on every rank alike: full tensors, and how each is sharded. These determine what a rank passes, which
-errors a rank must raise, and the result of the unsharded computation.
+Every rank draws the same call: full tensors, and how each tensor is sharded. They determine a rank's arguments, the
+errors that a rank must raise, and the result of the unsharded computation.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Operator(ABC):
 
     name: ClassVar[str]
     optional: ClassVar[tuple[str, ...]] = ()  # tensors that have a default
-    on_cpu: ClassVar[tuple[str, ...]] = ()  # tensors that stay on the CPU, whatever the device
+    on_cpu: ClassVar[tuple[str, ...]] = ()  # tensors that stay on the CPU on every device
     edge_case_options: ClassVar[EdgeCaseOptions] = {}
     num_results: ClassVar[int] = 1
+    # The largest allowed error, relative to the largest magnitude in the call or 1.
     tolerances: ClassVar[dict[torch.dtype, float]] = {
         torch.float64: 1e-12,
         torch.float32: 1e-5,
@@ -56,7 +57,7 @@ class Operator(ABC):
 
     @abstractmethod
     def draw(self, draw: Draw) -> tuple[Values, Options]:
-        """Return valid arguments: full tensors, or lists with one tensor per rank if each has its own."""
+        """Return valid arguments: full tensors, or lists with one tensor per rank if the ranks' tensors differ."""
 
     @abstractmethod
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
@@ -78,7 +79,7 @@ class Operator(ABC):
     def reference(
         self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
     ) -> tuple[Value, ...]:
-        """Return the full, differentiable results for the full tensors in float64; options.dtype is the call's."""
+        """Return the full, differentiable results for full float64 tensors; options.dtype is the call's dtype."""
 
     def result_dtype(self, values: Values) -> torch.dtype:
         return values["x"].dtype
@@ -98,15 +99,15 @@ class Call:
     operator: Operator
     seed: int
     world_size: int
-    group: str  # a key of the groups that the ranks have made, or UNKNOWN_GROUP
+    group: str  # a key of the groups that `run_calls` creates, or UNKNOWN_GROUP
     values: Values
     options: Options
     layouts: dict[str, str]
     requires_grad: set[str]  # tensors that require a gradient
     mode: str  # "backward", "grad" of some tensors, or "no_grad"
-    wanted: list[str]  # the tensors of a "grad"
+    wanted: list[str]  # the tensors whose gradients a "grad" computes
     grad_layout: str
-    graded: list[int] = field(default_factory=list)  # the results that get a gradient
+    graded: list[int] = field(default_factory=list)  # indices of the results that get a gradient
     expected_errors: list[list[ExpectedError]] = field(default_factory=list)  # by rank
 
     @property
@@ -149,9 +150,9 @@ class Call:
         return found
 
     def is_consistent_across_ranks(self) -> bool:
-        """Return whether all ranks or none raise an error, and no rank is misled by state that it cannot see."""
+        """Return whether all ranks or none must raise, and no rank has an error that it cannot detect."""
         if all(one.is_meta for one in self.tensors()):
-            return False  # nothing to compute; tests/ops/test_registration.py has the Meta kernels
+            return False  # nothing to compute; tests/ops/test_registration.py tests the Meta kernels
         found = [self.violations(RankInGroup(self.num_ranks, rank)) for rank in range(self.num_ranks)]
         self.expected_errors = [[each for each in of_rank if isinstance(each, ExpectedError)] for of_rank in found]
         if any(self.expected_errors):
@@ -164,7 +165,7 @@ class Call:
         placements = self.placements()
         lines = [f"weft::{self.operator.name}, group {self.group!r} of {self.num_ranks}, {self.mode} {self.wanted}"]
         if len(self.graded) < self.operator.num_results:
-            lines.append(f"  gradient of result {self.graded} alone")
+            lines.append(f"  only results {self.graded} get a gradient")
         for name, value in self.values.items():
             if value is None:
                 lines.append(f"  {name}: None")
@@ -176,11 +177,11 @@ class Call:
             lines.append(f"  {name}: {shapes} {facts}")
         lines += [f"  {name}: {value!r}" for name, value in self.options.items()]
         script = f"--operator {self.operator.name} --ranks {self.world_size} --seed {self.seed} --count 1"
-        return "\n".join([*lines, f"  again: PYTHONPATH=tests python tests/soak/operators.py {script}"])
+        return "\n".join([*lines, f"  rerun: PYTHONPATH=tests python tests/soak/operators.py {script}"])
 
 
 def draw_call(operator: Operator, seed: int, world_size: int) -> Call:
-    """Return the call of that seed, the same on every rank; somewhat more than half of the calls are valid."""
+    """Return the call of `seed`, the same on every rank; somewhat more than half of the calls are valid."""
     draw = Draw(seed)
     group = draw.random.choices(("world", "second", "", "alone"), (70, 15, 8, 7))[0]
     draw.num_ranks = world_size if group in ("world", "second") else 1
@@ -197,7 +198,7 @@ def draw_call(operator: Operator, seed: int, world_size: int) -> Call:
         if call.is_consistent_across_ranks():
             _draw_gradients(call, draw)
             return call
-    raise AssertionError(f"weft::{operator.name}: no set in {MAX_DRAWS} draws that all ranks see alike, seed {seed}")
+    raise AssertionError(f"weft::{operator.name}: {MAX_DRAWS} draws gave no consistent arguments, seed {seed}")
 
 
 def _draw_gradients(call: Call, draw: Draw) -> None:
@@ -217,7 +218,7 @@ def _draw_gradients(call: Call, draw: Draw) -> None:
 
 
 def _mutate(call: Call, draw: Draw) -> None:
-    """Make one random change. The arguments may still be valid: the rules decide."""
+    """Change one argument at random. The arguments may remain valid."""
     operator, values = call.operator, call.values
     present = [name for name, value in values.items() if value is not None]
     kinds = ["dtype", "dtypes", "shape", "shape", "device", "group"]

@@ -1,4 +1,4 @@
-"""The conjugate pairs of communication operators."""
+"""Random calls of the communication operators, whose backward is their conjugate operator."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ops.fuzz.rules import ExpectedError, Undetectable, Violations
 
 
 class Pair(Operator):
-    """x is the only tensor. The reference covers `known`, a subset of the dtypes that the backend supports."""
+    """An operator whose only tensor is x. The reference covers `tested_dtypes`, a subset of the backend's dtypes."""
 
     fewest_dims = 0
-    is_per_rank = False  # whether each rank has an x of its own
-    known = (*FLOATS, torch.int64, torch.int32)
+    is_per_rank = False  # whether the ranks' x differ
+    tested_dtypes = (*FLOATS, torch.int64, torch.int32)
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         dtype = draw.dtype() if draw.chance(0.9) else draw.random.choice((torch.int64, torch.int32))
@@ -32,7 +32,7 @@ class Pair(Operator):
         return {"x": PER_RANK if self.is_per_rank else REPLICATED}
 
     def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
-        if given.x.dtype not in self.known:
+        if given.x.dtype not in self.tested_dtypes:
             yield Undetectable("a dtype that is left to the backend's tests")
 
     def result_dtype(self, values: Values) -> torch.dtype:
@@ -111,7 +111,7 @@ class GatherFromGroup(AlongDim):
 
 
 class GatherFromSequence(AlongDim):
-    """Each rank uses the result differently."""
+    """The ranks' results are equal, and each rank's result gets a different gradient."""
 
     name = "gather_from_sequence"
     input_is_sharded = True

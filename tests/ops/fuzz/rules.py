@@ -1,7 +1,7 @@
-"""The documented rules of arguments, stated again: the errors that a rank must raise.
+"""The documented rules of the operators' arguments, as the errors that a rank must raise.
 
-Each rule is a generator of Violations. A set of arguments is invalid if a rule yields an ExpectedError; the operator
-may raise any of them.
+Each rule is a generator of Violations. A call is invalid if a rule yields an ExpectedError; the operator may raise any
+of the yielded errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ExpectedError:
 
     error: type[Exception]
     text: str
-    reads_values: bool = False  # of tensors, which operators do only on the CPU
+    reads_values: bool = False  # whether the check reads tensor values, as operators do only on the CPU
 
     def on(self, device: torch.device) -> ExpectedError:
         """Return the error for tensors on `device` instead of the CPU."""
@@ -30,7 +30,7 @@ class ExpectedError:
 
 @dataclass(frozen=True)
 class MustMatchAcrossRanks:
-    """A property that no rank can compare with the others: the set is drawn again if the ranks differ in it."""
+    """A property that a rank cannot compare with the other ranks': the call is drawn again if the ranks differ."""
 
     what: str
     value: object
@@ -38,7 +38,7 @@ class MustMatchAcrossRanks:
 
 @dataclass(frozen=True)
 class Undetectable:
-    """An invalid argument that no rank can detect: the set is drawn again."""
+    """An invalid argument that no rank can detect: the call is drawn again."""
 
     what: str
 
@@ -113,7 +113,7 @@ def token_dim(x: Tensor, dim: int, name: str) -> Violations:
 def unsharded_size(
     x: Tensor, dim: int, size: int | None, rank_in_group: RankInGroup, size_name: str = "dim_size", name: str = "x"
 ) -> Violations:
-    """Require `size` to be the unsharded size along `dim`; without it, all shards to have equal sizes."""
+    """Require `size` to be the unsharded size along `dim`; if it is None, require shards of equal sizes."""
     if not has_dim(x, dim):
         return
     if size is None:

@@ -1,4 +1,4 @@
-"""The embedding and the losses of a vocabulary that is sharded over the group."""
+"""Random calls of the embedding and the losses whose vocabulary is sharded over the group."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ops.fuzz.draws import REPLICATED, Draw, Placement, RankInGroup, Sharded, Va
 from ops.fuzz.operator import EdgeCaseOptions, Operator, Options, Values
 from ops.fuzz.rules import ExpectedError, MustMatchAcrossRanks, Undetectable, Violations
 
-# First entries of the full vocabulary. For larger ones see test_vocabularies_beyond_int32 in test_fuzz.py.
+# First entries of the full vocabulary. test_fuzz.py tests a valid one beyond int32.
 STARTS = (-(2**63), -50, -8, -1, 0, 3, 1000, 2**31 - 20, 2**32, 2**62, 2**63 - 100)
 VOCAB_SIZES = (-1, 0, 1, 3, 8, 2**63 - 1, None)
 
 
 def _ids(draw: Draw, shape: tuple[int, ...], vocab: int, is_checked: bool) -> Tensor:
-    """Return ids of the vocabulary and, if the operator does not check them, some others."""
+    """Return ids of the vocabulary and, if the operator does not check ids, some outside of the vocabulary."""
     low, high = (0, vocab) if is_checked or draw.chance(0.7) else (-2, vocab + 3)
     dtype = draw.random.choice((torch.int64, torch.int32))
     return torch.randint(low, max(high, low + 1), shape, generator=draw.generator).to(dtype)
 
 
-def _starts_at(first: int, num_entries: int, rank_in_group: RankInGroup) -> int:
+def _shard_start(first: int, num_entries: int, rank_in_group: RankInGroup) -> int:
     return first + rank_in_group.shard_range(num_entries)[0]
 
 
@@ -36,7 +36,7 @@ def _are_out_of_range(ids: Tensor, vocab_size: int | None) -> bool:
     return bool(ids.min() < 0) or int(ids.max()) >= vocab_size
 
 
-def _start_of(given: SimpleNamespace) -> Violations:
+def _start_violations(given: SimpleNamespace) -> Violations:
     if given.vocab_start < 0:
         yield ExpectedError(ValueError, f"got vocab_start {given.vocab_start}")
 
@@ -57,13 +57,13 @@ class VocabParallelEmbedding(Operator):
 
     def options_of(self, values: Values, options: Options, rank_in_group: RankInGroup) -> Options:
         rows = values["weight"].size(0) if values["weight"].dim() else 0
-        return options | {"vocab_start": _starts_at(options["vocab_start"], rows, rank_in_group)}
+        return options | {"vocab_start": _shard_start(options["vocab_start"], rows, rank_in_group)}
 
     def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         yield from rules.floating(given.weight, "weight")
         yield from rules.integers(given.input, "input")
         yield from rules.matrix(given.weight, "weight", None)
-        yield from _start_of(given)
+        yield from _start_violations(given)
         yield from rules.one_device(given.weight, given.input, "input")
         if _are_out_of_range(given.input, given.vocab_size):
             yield ExpectedError(IndexError, "got token ids from ", reads_values=True)
@@ -75,17 +75,17 @@ class VocabParallelEmbedding(Operator):
         self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
     ) -> tuple[Value, ...]:
         rows = values.input.long() - options.vocab_start
-        is_there = (rows >= 0) & (rows < values.weight.size(0))
+        is_in_vocab = (rows >= 0) & (rows < values.weight.size(0))
         # An additional row of zeros, for ids that no rank has.
         table = torch.cat([values.weight, values.weight.new_zeros(1, values.weight.size(1))])
-        return (table[rows.masked_fill(~is_there, values.weight.size(0))],)
+        return (table[rows.masked_fill(~is_in_vocab, values.weight.size(0))],)
 
     def result_dtype(self, values: Values) -> torch.dtype:
         return values["weight"].dtype
 
 
 class Loss(Operator):
-    """Common base of both losses: the first tensor has a row for each token; targets."""
+    """Common base of both losses: the tensor named by `tokens` has a row for each token, and `target` an id."""
 
     edge_case_options: ClassVar[EdgeCaseOptions] = {
         "vocab_start": STARTS,
@@ -117,20 +117,20 @@ class Loss(Operator):
         return target, options
 
     def options_of(self, values: Values, options: Options, rank_in_group: RankInGroup) -> Options:
-        start = _starts_at(options["vocab_start"], self.classes(values), rank_in_group)
+        start = _shard_start(options["vocab_start"], self.classes(values), rank_in_group)
         return options | {"vocab_start": start}
 
     def loss_violations(
         self, given: SimpleNamespace, rows: Tensor, num_classes: int, rank_in_group: RankInGroup
     ) -> Violations:
-        """Yield the errors of a loss; `rows` has a row for each token, num_classes is that of this rank."""
+        """Yield the errors of a loss; `rows` has a row for each token, and num_classes is this rank's."""
         target, options = given.target, given
         yield from rules.floating(rows, self.tokens)
         yield from rules.integers(target, "target")
         yield from rules.one_device(rows, target, "target")
         if rows.dim() == 0 or target.shape != rows.shape[:-1]:
             yield ExpectedError(ValueError, f"got target of shape {list(target.shape)} with {self.tokens} of shape ")
-        yield from _start_of(given)
+        yield from _start_violations(given)
         if not 0 <= options.label_smoothing <= 1:
             yield ExpectedError(ValueError, "got label_smoothing ")
         if options.reduction not in ("none", "mean", "sum"):
@@ -156,9 +156,9 @@ class Loss(Operator):
         """Compute the loss by its definition, so that targets outside of the vocabulary have a logit of 0."""
         target = target.long()
         row = target - options.vocab_start
-        is_there = (row >= 0) & (row < logits.size(-1))
+        is_in_vocab = (row >= 0) & (row < logits.size(-1))
         padded = torch.cat([logits, logits.new_zeros(*logits.shape[:-1], 1)], -1)
-        chosen = padded.gather(-1, row.masked_fill(~is_there, logits.size(-1)).unsqueeze(-1)).squeeze(-1)
+        chosen = padded.gather(-1, row.masked_fill(~is_in_vocab, logits.size(-1)).unsqueeze(-1)).squeeze(-1)
         normalizer, smoothing = logits.logsumexp(-1), options.label_smoothing
         num_classes = options.vocab_size if options.vocab_size is not None else logits.size(-1)
         losses = (1 - smoothing) * (normalizer - chosen)
@@ -203,7 +203,7 @@ class VocabParallelCrossEntropy(Loss):
 class VocabParallelLinearCrossEntropy(Loss):
     name = "vocab_parallel_linear_cross_entropy"
     tokens = "x"
-    # The logits are computed in the dtype itself.
+    # The logits are computed in the dtype of x.
     tolerances: ClassVar[dict[torch.dtype, float]] = Loss.tolerances | {torch.bfloat16: 0.1, torch.float16: 1e-2}
 
     def classes(self, values: Values) -> int:

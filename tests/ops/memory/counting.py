@@ -11,7 +11,7 @@ import weft
 
 
 class Count:
-    """Bytes relative to those when this object was created."""
+    """Bytes in use, less the bytes in use when this object was created."""
 
     def __init__(self) -> None:
         self._before = weft.memory.by_category()
@@ -23,8 +23,8 @@ class Count:
         return self._difference(weft.memory.by_category(at="peak"), category)
 
     def _difference(self, usage: dict[str, int], category: str | None) -> int:
-        of = usage if category is None else (category,)
-        return sum(usage[name] - self._before[name] for name in of)
+        categories = usage if category is None else (category,)
+        return sum(usage[name] - self._before[name] for name in categories)
 
 
 @contextmanager

@@ -29,13 +29,13 @@ def test_requested_bytes_are_counted(rank: int) -> None:
         other = tensor.clone()
         assert count.now() == 8000
         del tensor, other
-        assert count.now() == 4000  # the view holds it
+        assert count.now() == 4000  # the view references the storage
         del view
         assert (count.now(), count.peak()) == (0, 8000)
 
 
 @on_ranks(1)
-def test_storages_that_are_resized_or_moved(rank: int) -> None:
+def test_resized_and_moved_storages_are_counted(rank: int) -> None:
     with counted() as count:
         tensor = torch.arange(100, dtype=torch.float32)
         tensor.resize_(1000)
@@ -52,11 +52,11 @@ def test_storages_that_are_resized_or_moved(rank: int) -> None:
 
 
 @on_ranks(1)
-def test_uncounted_memory(rank: int) -> None:
-    """The list in docs/memory.md: it must change if a version of torch counts one of these."""
-    made = torch.ones(100)
+def test_memory_from_outside_is_not_counted(rank: int) -> None:
+    """docs/memory.md lists these tensors; the list must change if a version of torch counts one of them."""
+    old = torch.ones(100)
     with counted() as count:
-        kept = [copy.deepcopy(made), torch.from_numpy(np.ones(100)), torch.frombuffer(bytearray(400), dtype=torch.int8)]
+        kept = [copy.deepcopy(old), torch.from_numpy(np.ones(100)), torch.frombuffer(bytearray(400), dtype=torch.int8)]
         kept += [torch.empty(0).set_(torch.UntypedStorage(400)), torch.ones(7).share_memory_()]
         assert (len(kept), count.now()) == (5, 0)
 
@@ -99,7 +99,7 @@ def _copies() -> list[torch.Tensor]:
 
 @on_ranks(1)
 @pytest.mark.parametrize("work", [_conv, _bfloat16_product, _lstm, _linear_bfloat16, _attention, _copies])
-def test_library_allocations_through_torch(rank: int, work: Callable[[], list[torch.Tensor]]) -> None:
+def test_library_allocations_through_torch_are_counted(rank: int, work: Callable[[], list[torch.Tensor]]) -> None:
     """oneDNN and others free the memory of storages with the allocator's raw deleter."""
     torch.manual_seed(1)
     expected = work()
@@ -181,8 +181,8 @@ print(weft.memory.tag_parameters(model), weft.memory.by_category()["parameters"]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_switches(late: bool) -> None:
-    """The environment counts from the first tensor on; `track` later, without existing tensors, and warns."""
+def test_environment_or_call_starts_tracking(late: bool) -> None:
+    """WEFT_MEMORY=1 counts from the first tensor on; `track` counts new and `known` tensors, and warns of others."""
     environment = {"WEFT_MEMORY": "0" if late else "1"}
     result = run_process([sys.executable, "-c", SCRIPT.format(late=late)], env=environment)
     assert result.returncode == 0, result.stderr

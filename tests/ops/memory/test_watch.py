@@ -19,7 +19,7 @@ def _model() -> nn.Module:
 
 
 @on_ranks(1)
-def test_training_loop(rank: int) -> None:
+def test_bytes_of_training_loop_by_category(rank: int) -> None:
     with counted() as count:
         model = _model()
         assert count.now() == count.now("other") == WEIGHTS
@@ -90,7 +90,7 @@ def test_other_excludes_loop_memory(rank: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("plan", [{"*.0": "column", "*.2": "row"}])
-def test_sharded_parameters(rank: int, world_size: int, plan: dict[str, str]) -> None:
+def test_local_shards_are_counted(rank: int, world_size: int, plan: dict[str, str]) -> None:
     """The local shard of a DTensor counts, and its gradients count as gradients."""
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
     with counted() as count:

@@ -169,7 +169,7 @@ class WindowOfHead(Separate):
 
 
 class _InTwoCalls(Tokens):
-    """Takes a sequence in two calls, as generation does."""
+    """Processes a sequence in two calls, as generation does."""
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(ids[:, :3]), super().forward(ids[:, 3:])

@@ -128,14 +128,14 @@ class OneLayerTwice(Separate):
         return self.wo(merge_heads(attend(q, k, v)))
 
 
-@cases.variant("one layer is keys and values", Sharding.SHARDS)
+@cases.variant("one layer's output used as keys and as values", Sharding.SHARDS)
 class KeysAreValues(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
         return self.wo(merge_heads(attend(q, k, k) + attend(k, q, v)))
 
 
-@cases.add("LoRA beside the queries", Sharding.SHARDS, Module)
+@cases.add("LoRA added to the queries", Sharding.SHARDS, Module)
 class LoraQuery(Separate):
     def __init__(self) -> None:
         super().__init__()

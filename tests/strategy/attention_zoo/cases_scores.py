@@ -109,7 +109,7 @@ class _WeightsModel(Tokens):
         return self.head(self.norm(x)), *all_weights
 
 
-@cases.add("weights returned beside the output", Sharding.SHARDS, _WeightsModel)
+@cases.add("weights returned with the output", Sharding.SHARDS, _WeightsModel)
 class ReturnsWeights(Separate):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -117,7 +117,7 @@ class ReturnsWeights(Separate):
         return self.wo(merge_heads(weights @ v)), weights
 
 
-@cases.variant("mean weights returned beside the output", Sharding.SHARDS, _WeightsModel)
+@cases.variant("mean weights returned with the output", Sharding.SHARDS, _WeightsModel)
 class ReturnsMeanWeights(Separate):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))
@@ -131,7 +131,7 @@ class _PenalizesWeights(Tokens):
         return logits, sum(block.attn.last_weights.square().mean() for block in self.blocks)
 
 
-@cases.add("weights kept and read by the model", Sharding.ANY, _PenalizesWeights)
+@cases.add("weights stored, and read by the model", Sharding.ANY, _PenalizesWeights)
 class KeepsWeights(Separate):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (split_heads(layer(x), self.n_heads) for layer in (self.wq, self.wk, self.wv))

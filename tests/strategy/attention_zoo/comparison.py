@@ -37,7 +37,7 @@ _WEFT_FOLDERS = tuple(Path(module.__file__).resolve().parent for module in (weft
 
 @dataclass
 class Outcome:
-    """Result of a case on one rank. `sharding`: how it holds the attention's weights; None after an early error."""
+    """Result of a case on one rank. `sharding`: how the rank shards the attention's weights; None after an early error."""
 
     name: str
     result: str = "equal"
@@ -56,7 +56,7 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
 def compare(case: Case, mesh: DeviceMesh, plan: Any) -> Outcome:
     """Run a case with `plan` on this rank: training, a step, evaluation.
 
-    The run goes on after a difference, because another rank may see none and wait in the next collective.
+    The run continues after a difference, because another rank may find none and would hang in the next collective.
     """
     outcome = Outcome(case.name)
     reference = case.build()
@@ -73,8 +73,8 @@ def compare(case: Case, mesh: DeviceMesh, plan: Any) -> Outcome:
         pair.train(False)
         pair.run("evaluation", LENGTHS[1], seed=1)
     except Exception as error:
-        is_in_time = outcome.result == "equal" and not has_stepped
-        outcome.result = "unsupported" if is_in_time and is_clear_error(error, names) else "error"
+        is_before_step = outcome.result == "equal" and not has_stepped
+        outcome.result = "unsupported" if is_before_step and is_clear_error(error, names) else "error"
         outcome.details.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     return outcome
 
@@ -91,7 +91,7 @@ def is_clear_error(error: Exception, module_names: Iterable[str]) -> bool:
 
 
 def sharding(model: nn.Module, reference: nn.Module) -> Sharding:
-    """Return how this rank holds the weights of a parallelized model's attention."""
+    """Return how the attention weights of a parallelized model are sharded on this rank."""
     full = {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
     rows = [row for row in weft.strategy.report(model).rows if set(_ATTENTIONS) & set(row.parameter.split("."))]
     sharded = [row for row in rows if row.local_shape != full.get(row.parameter, row.local_shape)]
@@ -112,7 +112,7 @@ class _Pair:
         self.reference.train(mode)
 
     def run(self, when: str, length: int, seed: int) -> None:
-        """Run one forward and backward of both from the same random state; gradients accumulate until `step`."""
+        """Run one forward and backward of both models from the same random state; gradients accumulate until `step`."""
         ours, theirs = (_forward(each, self._input(length, seed), seed) for each in (self.model, self.reference))
         with self._recorded(when):
             assert len(ours) == len(theirs)

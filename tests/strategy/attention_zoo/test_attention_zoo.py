@@ -39,7 +39,7 @@ CASES: dict[str, Case] = {case.name: case for file in FILES for case in file.cas
 
 
 def compare_all(world_size: int, names: list[str], verified: bool) -> list[Outcome]:
-    """Return the outcomes of these cases on this rank. Prints each name first, to show where a rank hangs."""
+    """Return the outcomes of the named cases on this rank. Print each name first, to show where a rank hangs."""
     mesh = tensor_parallel(world_size)
     outcomes = []
     for name in names:
@@ -63,25 +63,25 @@ def outcomes(world_size: int) -> list[Outcome]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_attention_matches_unsharded_or_raises_clear_error(world_size: int) -> None:
     found = outcomes(world_size)
-    bad = [str(outcome) for outcome in found if outcome.result not in ("equal", "unsupported")]
-    assert not bad, f"{len(bad)} of {len(found)} on {world_size} ranks:\n" + "\n".join(bad)
+    failures = [str(outcome) for outcome in found if outcome.result not in ("equal", "unsupported")]
+    assert not failures, f"{len(failures)} of {len(found)} on {world_size} ranks:\n" + "\n".join(failures)
 
 
 @pytest.mark.parametrize("world_size", [2])
 def test_attention_weights_are_sharded(world_size: int) -> None:
     found = outcomes(world_size)
-    at_least = {
+    allowed = {
         Sharding.ANY: set(Sharding) | {None},
         Sharding.SHARDS: {Sharding.SHARDS, Sharding.HEADS},
         Sharding.HEADS: {Sharding.HEADS},
     }
-    bad = [
+    failures = [
         f"{outcome.name}: expected {CASES[outcome.name].min_sharding.value}, found {outcome.result}, {outcome.sharding}"
         for outcome in found
-        if outcome.sharding not in at_least[CASES[outcome.name].min_sharding]
+        if outcome.sharding not in allowed[CASES[outcome.name].min_sharding]
     ]
-    assert not bad, "\n".join(bad)
-    assert sum(outcome.result == "equal" and outcome.sharding in at_least[Sharding.SHARDS] for outcome in found) >= 30
+    assert not failures, "\n".join(failures)
+    assert sum(outcome.result == "equal" and outcome.sharding in allowed[Sharding.SHARDS] for outcome in found) >= 30
 
 
 @pytest.mark.parametrize("world_size", [2])
