@@ -49,7 +49,7 @@ def test_values_and_gradients(rank: int, world_size: int, dtype: str) -> None:
                 dist.all_reduce(tensor.grad)
 
             local_x = x.detach().to(torch_dtype).requires_grad_()
-            leaves = chunk(weight.to(torch_dtype), 0, world_size, rank), chunk(bias.to(torch_dtype), 0, world_size, rank)
+            leaves = [chunk(tensor.to(torch_dtype), 0, world_size, rank) for tensor in (weight, bias)]
             out = weft.ops.sharded_linear(local_x, *leaves, group_name=group, out_features=rows)
             _close(out, y, dtype, "y")
             out.backward(grad.to(torch_dtype))

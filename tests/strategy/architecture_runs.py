@@ -54,7 +54,7 @@ class Run:
 
 
 def all_runs() -> list[Run]:
-    """Run each architecture on 2 warm ranks; return rank 0's runs, with the worst result and difference of both ranks."""
+    """Run each architecture on 2 warm ranks; return rank 0's runs, with the worse result and difference of the two."""
     ranks = run_on_ranks(WORLD_SIZE, run_on_rank, timeout=280)
     return [_merged(runs) for runs in zip(*ranks, strict=True)]
 
@@ -112,7 +112,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _outputs_after_backward(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
-    """Return the floating-point outputs; the loss weighs them at random, as a norm's output has a constant sum of squares."""
+    """Return the floating-point outputs, weighted at random in the loss: a norm's output has a constant square sum."""
     outputs = model(**batch)
     values = [outputs] if isinstance(outputs, Tensor) else list(outputs.values())
     floats = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]

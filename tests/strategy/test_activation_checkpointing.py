@@ -32,18 +32,18 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective", "patterns"])
-def test_parity(world_size: int, policy: object) -> None:
+def test_checkpointed_training_matches_unsharded(world_size: int, policy: object) -> None:
     torch.manual_seed(0)
     mesh = tensor_parallel(world_size)
 
-    def both(model: nn.Module) -> nn.Module:
+    def shard_and_checkpoint(model: nn.Module) -> nn.Module:
         weft.parallelize(model, mesh, {"layers.*.feed_forward": "column_row_mlp"})
         assert checkpoint_activations(model, policy)
         return model
 
     model = Llama(LlamaArgs(dtype=torch.float64))
     names = list(model.state_dict())
-    trained = assert_same_training(both, model, _loss, TOKENS, "SGD")
+    trained = assert_same_training(shard_and_checkpoint, model, _loss, TOKENS, "SGD")
     assert list(trained.state_dict()) == names
     assert [name for name, _ in trained.named_parameters()] == [name for name, _ in model.named_parameters()]
 
@@ -98,12 +98,12 @@ def test_saved_bytes_and_communication(world_size: int) -> None:
     assert block_bytes["selective"] == tokens.numel() * features * 4 + torch.get_rng_state().nbytes
     assert block_bytes["selective"] < 0.75 * block_bytes["none"]
     block_collectives = {policy: (collectives[policy, 5] - collectives[policy, 2]) / 3 for policy, _ in collectives}
-    # Backward: 4, of query, key, value and MLP. Forward, which full checkpointing repeats: 2, of attention and MLP.
+    # The backward has 4: query, key, value, MLP. The forward, which full checkpointing repeats, has 2: attention, MLP.
     assert block_collectives == {"none": 4, "selective": 4, "full": 6}
 
 
 @on_ranks(4)
-def test_fsdp_and_step_in_backward(rank: int, world_size: int) -> None:
+def test_fsdp_and_step_in_backward_match_reference(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     for policy in ("none", "full", "selective"):
         torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_fsdp_and_step_in_backward(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_compiled(world_size: int, policy: str) -> None:
+def test_compiled_blocks_match_eager(world_size: int, policy: str) -> None:
     torch.manual_seed(0)
     model = weft.parallelize(Llama(LlamaArgs(n_layers=1)), tensor_parallel(world_size), "auto")
     expected = _gradients(model)
@@ -247,7 +247,7 @@ def test_module_keywords_are_preserved() -> None:
         assert torch.equal(model[0](torch.ones(1, 2), debug=True, function=3.0, context_fn=5.0), expected)
 
 
-def test_nested_blocks_after_pattern() -> None:
+def test_nested_blocks_are_found_after_pattern() -> None:
     block = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     model = nn.ModuleList([nn.ModuleList([copy.deepcopy(block), block])])
     checkpoint_activations(model, "0.0")
@@ -261,7 +261,7 @@ def test_policy_of_wrong_type_raises(policy: object) -> None:
 
 
 @on_ranks(2)
-def test_recompute_rules_and_order_of_calls(world_size: int) -> None:
+def test_recompute_rules_inside_checkpoints_raise(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     plan = {"layers.*.feed_forward": {"style": "column_row_mlp", "recompute": True}}
     model = weft.parallelize(Llama(LlamaArgs()), mesh, plan)
@@ -284,7 +284,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("case", list(ERRORS))
-def test_errors(case: str) -> None:
+def test_invalid_policies_raise(case: str) -> None:
     policy, message = ERRORS[case]
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(ValueError, match=message):
@@ -315,7 +315,7 @@ def test_offloaded_inputs_leave_the_device() -> None:
     for offload in (False, True):
         blocks = copy.deepcopy(model)
         checkpoint_activations(blocks, "*", offload=offload)
-        gc.collect()  # of earlier tests and models
+        gc.collect()  # free the memory of earlier tests and models
         before = torch.cuda.memory_allocated()
         y = x
         for block in blocks:

@@ -33,14 +33,14 @@ def generator() -> ModuleType:
 
 def test_each_architecture_matches_unsharded() -> None:
     assert [run.name for run in runs()] == [architecture.name for architecture in ARCHITECTURES]
-    bad = [str(run) for run in runs() if run.result != "equal"]
-    assert not bad, f"{len(bad)} of {len(runs())}:\n" + "\n".join(bad)
+    failures = [str(run) for run in runs() if run.result != "equal"]
+    assert not failures, f"{len(failures)} of {len(runs())}:\n" + "\n".join(failures)
 
 
 def test_each_architecture_is_sharded() -> None:
     """A small model has more of its bytes in norms, biases and positions, which are replicated, than a large one."""
-    bad = [f"{run.name}: {run.share:.2f} of the bytes" for run in runs() if not 0.5 <= run.share <= 0.66]
-    assert not bad, "\n".join(bad)
+    failures = [f"{run.name}: {run.share:.2f} of the bytes" for run in runs() if not 0.5 <= run.share <= 0.66]
+    assert not failures, "\n".join(failures)
 
 
 def test_table_is_up_to_date() -> None:
@@ -51,7 +51,7 @@ def test_table_is_up_to_date() -> None:
 
 @on_ranks(WORLD_SIZE)
 def test_wrong_shard_is_detected(world_size: int) -> None:
-    """Without verification, Bloom makes position biases for all heads; a shard of its attention has half of them."""
+    """Without verification, Bloom computes position biases for all heads; a shard of its attention has half of them."""
     (bloom,) = (each for each in ARCHITECTURES if each.name == "Bloom")
     found = run(bloom, tensor_parallel(world_size), Plan("auto", verify="never"))
     assert found.result == "wrong" and found.details[0].startswith("output 0 differs"), found

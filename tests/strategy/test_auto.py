@@ -1,4 +1,4 @@
-"""plan="auto": the modules that it recognises, and those that it leaves unsharded, with its reasons."""
+"""The modules that plan="auto" recognizes, and those that it leaves unsharded, with its reasons."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class NamedAttention(nn.Module):
         return output(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Hf(nn.Module):
+class AttentionBlock(nn.Module):
     """A block of a NamedAttention and an MLP."""
 
     def __init__(self, num_heads: int = 4, **options: Any) -> None:
@@ -106,8 +106,8 @@ class EncoderLike(nn.Module):
     ids=["hugging face", "others", "any"],
 )
 @pytest.mark.parametrize("counted_by", [None, "num_heads", "h", "unknown"])
-def test_attention_with_any_names(names: tuple[str, ...], counted_by: str | None) -> None:
-    result = assign_auto(Hf(names=names, counted_by=counted_by), 2)
+def test_attention_with_any_names_is_sharded(names: tuple[str, ...], counted_by: str | None) -> None:
+    result = assign_auto(AttentionBlock(names=names, counted_by=counted_by), 2)
     *columns, row = (f"self_attn.{name}" for name in names)
     assert styles(result) == {
         **dict.fromkeys(columns, "column"),
@@ -124,9 +124,9 @@ def test_attention_with_any_names(names: tuple[str, ...], counted_by: str | None
 @pytest.mark.parametrize(
     ("model", "tp_size", "reason"),
     [
-        (Hf(num_heads=3), 2, "differs by|has the shape|fails on one rank's heads"),
+        (AttentionBlock(num_heads=3), 2, "differs by|has the shape|fails on one rank's heads"),
         (Llama(LlamaArgs(n_kv_heads=2)), 4, "differs by|has the shape|fails on one rank's heads"),
-        (Hf(norm=16), 2, "fails on one rank's heads"),
+        (AttentionBlock(norm=16), 2, "fails on one rank's heads"),
     ],
     ids=["three heads", "few key heads", "a norm over all heads"],
 )
@@ -140,7 +140,7 @@ def test_indivisible_attention_is_gathered(model: nn.Module, tp_size: int, reaso
 
 
 def test_indivisible_head_count_is_gathered() -> None:
-    model = Hf()
+    model = AttentionBlock()
     model.self_attn = FromConfig()
     result = assign_auto(model, 2)
     assert styles(result)["self_attn.q_proj"] == "column_gather_output"
@@ -157,7 +157,7 @@ class Storing(NamedAttention):
 
 
 def test_stored_tensors_are_warned_of_inside_and_gathered_outermost() -> None:
-    model = Hf()
+    model = AttentionBlock()
     model.self_attn = Storing()
     result = assign_auto(model, 2)
     assert styles(result)["self_attn.q_proj"] == "column"
@@ -184,21 +184,21 @@ def test_uncallable_module_is_gathered() -> None:
     assert name == "attention" and reason.startswith("weft could not call it ('attention': ")
 
 
-def test_example_enables_verification() -> None:
+def test_example_makes_module_callable() -> None:
     model = TakesADict()
     example = ({"tokens": torch.ones(2, 5, 16)},)
     result = assign_auto(model, 2, example=example)
     assert styles(result)["q_proj"] == "column" and result.gathered == []
 
 
-def test_head_norms_sum_gradients() -> None:
-    result = assign_auto(Hf(norm=4), 2)
+def test_head_norms_are_replicated_with_summed_gradients() -> None:
+    result = assign_auto(AttentionBlock(norm=4), 2)
     assert styles(result)["self_attn.q_proj"] == "column"
     assert styles(result)["self_attn.q_norm"] == "replicate_sum_gradients"
 
 
 def test_names_suffice_without_verification() -> None:
-    model = Hf()
+    model = AttentionBlock()
     model.self_attn = FromConfig(counted_by="n_heads")
     result = assign_auto(model, 2, verify="never")
     assert styles(result)["self_attn.q_proj"] == "column" and result.counts["self_attn"] == {"n_heads": 2}
@@ -225,7 +225,7 @@ def test_encoder_layers_are_sharded_if_correct() -> None:
     ],
     ids=["separate head", "tied head", "head with a bias", "few rows"],
 )
-def test_embeddings_and_output_layers(args: LlamaArgs, reason: str | None) -> None:
+def test_embeddings_and_output_layers_with_enough_rows_are_sharded(args: LlamaArgs, reason: str | None) -> None:
     found = assign_auto(Llama(args), 2)
     assert styles(found).get("tok_embeddings") == (None if reason else "vocab_embedding")
     assert styles(found).get("output") == (None if reason else "column_gather_output")
@@ -249,7 +249,7 @@ def vocab_styles(model: nn.Module) -> dict[str, str]:
     return {name: style for name, style in styles(assign_auto(model, 2)).items() if not name.startswith(other_modules)}
 
 
-def test_tied_tables_and_output_layers() -> None:
+def test_tied_tables_and_output_layers_are_sharded() -> None:
     tables = dict.fromkeys(("encoder", "decoder"), "vocab_embedding")
     assert vocab_styles(Several()) == {**tables, **dict.fromkeys(("head", "second"), "column_gather_output")}
     found = assign_auto(Several(), 2)
@@ -285,7 +285,7 @@ def test_output_layer_follows_tied_table() -> None:
 
 
 class TiedBias(nn.Module):
-    """An output layer as in BERT: its parent module also holds the bias, and its weight is tied to the table."""
+    """An output layer as in BERT: its parent module also has the bias, and its weight is tied to the table."""
 
     def __init__(self, adds: float | None = None) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ _WEFT_FOLDERS = tuple(Path(module.__file__).resolve().parent for module in (weft
 
 @dataclass
 class Outcome:
-    """Result of a case on one rank. `sharding`: how the rank shards the attention's weights; None after an early error."""
+    """Result of a case on one rank. `sharding`: how the attention's weights are sharded; None after an early error."""
 
     name: str
     result: str = "equal"

@@ -1,4 +1,4 @@
-"""Building blocks of the zoo: the type of a case, projections, blocks and the models around them.
+"""Building blocks of the cases: the type of a case, projections, blocks and the models around them.
 
 Legend of shapes: b batch, t length, h heads, g key-value heads, d features of one head, D = D_MODEL.
 """
@@ -20,7 +20,7 @@ NUM_BLOCKS = 2
 
 
 class Sharding(enum.Enum):
-    """The least sharding of an attention's weights by plan="auto" on two ranks; results must always be the same."""
+    """The least sharding of an attention's weights by plan="auto" on two ranks. Results must match in any case."""
 
     HEADS = "sharded by heads"
     SHARDS = "weights sharded"
@@ -40,8 +40,8 @@ class Case:
     def build(self) -> nn.Module:
         """Return the unsharded model; its values are the same in every process.
 
-        Vectors and scalars get random values on top of their own: a zero bias that is added twice, or a unit weight
-        that multiplies twice, would not show.
+        Random numbers are added to vectors and scalars, because an error such as adding a zero bias twice, or
+        multiplying by a unit weight twice, would not change the results.
         """
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float64)
@@ -171,7 +171,7 @@ class Module(nn.Module):
 
 
 class Separate(nn.Module):
-    """Query, key, value and output layers and counts of heads with the names of Llama's; no forward."""
+    """Query, key, value and output layers and counts of heads, with Llama's names; subclasses define the forward."""
 
     def __init__(self, n_heads: int = NUM_HEADS, n_kv_heads: int | None = None, bias: bool = False) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Separate(nn.Module):
 
 
 class HuggingFace(nn.Module):
-    """The same with the names of Hugging Face's Llama; no forward."""
+    """The layers and counts of Separate, with the names of Hugging Face's Llama; subclasses define the forward."""
 
     def __init__(self, num_heads: int = NUM_HEADS, num_key_value_heads: int | None = None, bias: bool = True) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class HuggingFace(nn.Module):
 
 
 class Fused(nn.Module):
-    """Query, key and value in one layer, with the names of timm's attention; no forward."""
+    """Query, key and value in one layer, with the names of timm's attention; subclasses define the forward."""
 
     def __init__(self, out_features: int = 3 * D_MODEL, bias: bool = True) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def test_stages_begin_at_layers_with_parameters() -> None:
     assert candidates(Net()) == ["norm", *(f"layers.{i}" for i in (0, 2, 4, 6)), "head"]
 
 
-def test_balance_by_parameters_without_embeddings() -> None:
+def test_cuts_balance_parameters_without_embeddings() -> None:
     """If the embedding's parameters counted, the cut would be at layers.1."""
     model = Llama(LlamaArgs(n_layers=6, vocab_size=600))
     model.output = nn.Linear(16, 4)
@@ -65,7 +65,7 @@ def convolutions() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_balance_by_operations(device: str) -> None:
+def test_cuts_balance_operations_of_a_forward(device: str) -> None:
     with torch.device(device):
         model = convolutions()
     assert choose_cuts(model, 2).cuts == ("4",)
@@ -76,13 +76,13 @@ def test_balance_by_operations(device: str) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_layers_called_out_of_registration_order() -> None:
+def test_stages_follow_order_of_calls() -> None:
     model = Net()
     choice = choose_cuts(model, 2, forward=lambda: model(torch.ones(4, 8, dtype=torch.float64)))
     assert choice.cuts == ("layers.4",) and choice.layer_stages == {"norm": 1}
 
 
-def test_uncountable_forward() -> None:
+def test_failing_forward_raises_or_is_ignored() -> None:
     model = Llama(ARGS)
     choice = choose_cuts(model, 2, forward=lambda: model(1, 2, 3), forward_may_fail=True)
     assert choice.cuts == choose_cuts(model, 2).cuts
@@ -91,7 +91,7 @@ def test_uncountable_forward() -> None:
         choose_cuts(model, 2, forward=lambda: model(1, 2, 3))
 
 
-def test_memory_limit() -> None:
+def test_stages_stay_within_memory_limit() -> None:
     """The embedding has no operations, but memory for all its rows."""
     model = Llama(LlamaArgs(n_layers=6, vocab_size=1200))
     model.output = nn.Linear(16, 4)
@@ -105,7 +105,7 @@ def test_memory_limit() -> None:
     assert choice.cuts == ("layers.3",) and "; by estimate, no cut keeps each stage below the device's" in choice.text
 
 
-def test_memory_limit_with_activations_in_flight() -> None:
+def test_memory_limit_includes_activations_in_flight() -> None:
     """The first of two stages has two micro-batches in flight; there are few parameters."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
     rows, options = 1000, {"state_factor": 1.0, "in_flight": [2, 1]}
@@ -115,7 +115,7 @@ def test_memory_limit_with_activations_in_flight() -> None:
     assert choose_cuts(model, 2, forward=forward, memory_limit=limit, **options).cuts == ("2",)
 
 
-def test_too_few_layers() -> None:
+def test_too_few_layers_raise() -> None:
     with pytest.raises(ValueError, match="finds no layers with parameters among the modules of a Linear; name the fir"):
         choose_cuts(nn.Linear(2, 2), 2)
     with pytest.raises(
@@ -124,7 +124,7 @@ def test_too_few_layers() -> None:
         choose_cuts(convolutions(), 4)
 
 
-def test_numbers_of_stages() -> None:
+def test_number_of_stages_follows_schedule() -> None:
     assert auto_of("auto") == AutoCuts() and auto_of(["auto"]) is None and auto_of("layers.2") is None
     assert [num_stages_of(AutoCuts(), kind, 4) for kind in ("1f1b", "interleaved", "looped_bfs")] == [4, 8, 8]
     assert num_stages_of(AutoCuts(stages_per_rank=3), "interleaved", 4) == 12
@@ -149,7 +149,7 @@ class LogRecorder(logging.Handler):
 
 @on_ranks(2)
 def test_pipeline_with_auto_cuts_trains(rank: int, world_size: int) -> None:
-    """The example shows that the norm, registered first, is called last; only rank 0 decides, and logs the choice."""
+    """The example shows that the norm, registered first, is called last; only rank 0 chooses and logs the cuts."""
     mesh = init_device_mesh("cpu", (world_size,))
     recorder, logger = LogRecorder(), logging.getLogger("weft.strategy.pipeline")
     logger.addHandler(recorder)

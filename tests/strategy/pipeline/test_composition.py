@@ -56,13 +56,13 @@ def assert_matches_one_device(
     *,
     is_fully_sharded: bool = False,
 ) -> None:
-    num_ranks = world_size // (data_size * tensor_size)
+    pipeline_size = world_size // (data_size * tensor_size)
     stages_per_rank = 2 if kind in ("interleaved", "looped_bfs") else 1
-    mesh = init_device_mesh("cpu", (num_ranks, data_size, tensor_size), mesh_dim_names=NAMES)
+    mesh = init_device_mesh("cpu", (pipeline_size, data_size, tensor_size), mesh_dim_names=NAMES)
     torch.manual_seed(0)
     reference = Llama(LlamaArgs(n_layers=4, tie_head=tie_head, dtype=torch.float64))
     model = copy.deepcopy(reference)
-    num_stages = num_ranks * stages_per_rank
+    num_stages = pipeline_size * stages_per_rank
     cuts = [f"layers.{4 // num_stages * stage}" for stage in range(1, num_stages)]
     pipeline = Pipeline(model, mesh, cuts, schedule=kind, num_micro_batches=num_micro_batches)
     weft.parallelize(model, mesh, plan)
@@ -74,7 +74,7 @@ def assert_matches_one_device(
     ours = torch.optim.SGD(model.parameters(), lr=0.1)
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
     expected = dict(reference.named_parameters(remove_duplicate=False))
-    least = TOLERANCE * 1e-3
+    min_bound = TOLERANCE * 1e-3
     for batch in BATCHES:
         ours.zero_grad()
         theirs.zero_grad()
@@ -91,7 +91,7 @@ def assert_matches_one_device(
             assert isinstance(parameter, DTensor)
             gradient = expected[name].grad
             ours_full = parameter.grad.full_tensor() if is_fully_sharded else parameter.grad
-            assert_close(name, ours_full, gradient, TOLERANCE * gradient.norm().item() + least)
+            assert_close(name, ours_full, gradient, TOLERANCE * gradient.norm().item() + min_bound)
         ours.step()
         theirs.step()
     for name, parameter in model.named_parameters():
@@ -102,34 +102,36 @@ def assert_matches_one_device(
 @on_ranks(4)
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize(("data_size", "tensor_size"), [(1, 2), (2, 1)])
-def test_every_schedule_on_four_ranks(world_size: int, data_size: int, tensor_size: int, kind: str) -> None:
+def test_every_schedule_matches_one_device_on_four_ranks(
+    world_size: int, data_size: int, tensor_size: int, kind: str
+) -> None:
     for num_micro_batches in (1, 2):
         assert_matches_one_device(world_size, data_size, tensor_size, kind, PLAN, False, num_micro_batches)
 
 
 @on_ranks(8, timeout=300)
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_every_schedule_on_eight_ranks(world_size: int, kind: str) -> None:
+def test_every_schedule_matches_one_device_on_eight_ranks(world_size: int, kind: str) -> None:
     assert_matches_one_device(world_size, 2, 2, kind, PLAN, False, 2)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("tie_head", [False, True])
-def test_fully_sharded_stages(world_size: int, tie_head: bool, kind: str) -> None:
+def test_fully_sharded_stages_match_one_device(world_size: int, tie_head: bool, kind: str) -> None:
     skip_without_finalize_backward()
     assert_matches_one_device(world_size, 2, 1, kind, PLAN, tie_head, 2, is_fully_sharded=True)
 
 
 @on_ranks(8, timeout=300)
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble", "looped_bfs"])
-def test_fully_sharded_stages_with_tensor_parallelism(world_size: int, kind: str) -> None:
+def test_fully_sharded_tensor_parallel_stages_match_one_device(world_size: int, kind: str) -> None:
     skip_without_finalize_backward()
     assert_matches_one_device(world_size, 2, 2, kind, PLAN, True, 2, is_fully_sharded=True)
 
 
 class ReadsEmbeddingWeight(nn.Module):
-    """Its head is its embedding's weight, read as a plain attribute."""
+    """Reads its embedding's weight as a plain attribute, and uses it as its head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +158,7 @@ class WithOffset(nn.Module):
 
 
 @on_ranks(4)
-def test_rank_reports(world_size: int) -> None:
+def test_rank_reports_list_stages_and_bytes(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline_parallel", "tensor_parallel"))
     torch.manual_seed(0)
     model = Llama(LlamaArgs(n_layers=2, dtype=torch.float64))
@@ -183,7 +185,7 @@ def test_rank_reports(world_size: int) -> None:
 
 
 class WithScale(WithOffset):
-    """Another parameter of the trunk; the second stage uses both, too."""
+    """Adds another parameter to the trunk; the second stage uses both parameters, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,8 +197,8 @@ class WithScale(WithOffset):
 
 
 @on_ranks(2)
-def test_trunk_parameters_with_plan(world_size: int) -> None:
-    """A plan makes them DTensors; the forward reads plain tensors, which cross to other stages."""
+def test_trunk_parameters_with_plan_match_one_device(world_size: int) -> None:
+    """A plan makes trunk parameters DTensors; the forward reads plain tensors, which cross to other stages."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline_parallel", "tensor_parallel"))
     torch.manual_seed(0)
     reference = WithScale().double()
@@ -219,7 +221,7 @@ def test_trunk_parameters_with_plan(world_size: int) -> None:
 
 
 @on_ranks(8)
-def test_hybrid_sharded_stages_and_collectives(world_size: int) -> None:
+def test_hybrid_sharded_stages_gather_and_reduce_once(world_size: int) -> None:
     """Each layer is gathered once and reduced once per step, for any number of micro-batches."""
     skip_without_finalize_backward()
     names = ("pipeline_parallel", "data_replicate", "data_parallel")
@@ -253,8 +255,8 @@ def test_hybrid_sharded_stages_and_collectives(world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_sharded_weights_read_between_layers(world_size: int) -> None:
-    """They cross with the values of the gathered stage, although it is freed before the send completes."""
+def test_sharded_weights_between_layers_are_sent(world_size: int) -> None:
+    """The sent weights have the gathered stage's values, although the stage is freed before the send completes."""
     skip_without_finalize_backward()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline_parallel", "data_parallel"))
     torch.manual_seed(0)
@@ -287,8 +289,8 @@ def skip_without_finalize_backward() -> None:
 @on_ranks(4)
 @pytest.mark.parametrize("plan", ["auto", "dict"])
 @pytest.mark.parametrize("tie_head", [False, True])
-def test_plans_and_tied_embeddings(world_size: int, plan: str, tie_head: bool) -> None:
-    """If tied, the rows of the embedding (first stage) and of the output layer (last stage) are sharded alike."""
+def test_plans_and_tied_embeddings_match_one_device(world_size: int, plan: str, tie_head: bool) -> None:
+    """If tied, the rows of the embedding (first stage) and of the output layer (last stage) have equal shards."""
     rules = "auto" if plan == "auto" else PLAN
     assert_matches_one_device(world_size, 1, 2, "1f1b", rules, tie_head, 2)
 
@@ -296,7 +298,7 @@ def test_plans_and_tied_embeddings(world_size: int, plan: str, tie_head: bool) -
 @on_ranks(4)
 @pytest.mark.parametrize("tensor_size", [1, 2])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_clipping_by_global_norm(world_size: int, tensor_size: int, norm_type: float) -> None:
+def test_clipping_by_global_norm_matches_one_device(world_size: int, tensor_size: int, norm_type: float) -> None:
     """A tied weight counts once, and its copies stay equal."""
     mesh = init_device_mesh("cpu", (world_size // tensor_size, 1, tensor_size), mesh_dim_names=NAMES)
     torch.manual_seed(0)
@@ -318,7 +320,7 @@ def test_clipping_by_global_norm(world_size: int, tensor_size: int, norm_type: f
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("policy", ["full", "selective"])
-def test_activation_checkpoints(world_size: int, policy: str, kind: str) -> None:
+def test_activation_checkpoints_match_one_device(world_size: int, policy: str, kind: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     torch.manual_seed(0)
     reference = Llama(LlamaArgs(n_layers=4, dtype=torch.float64))

@@ -17,7 +17,7 @@ ARGS = LlamaArgs(n_layers=3, tie_head=True, dtype=torch.float64)
 
 
 class Skipping(nn.Module):
-    """A value that skips a stage, one that is changed in place, a parameter of the trunk and a scalar buffer."""
+    """Has a value that skips a stage, a value changed in place, a parameter of the trunk and a scalar buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ def assert_same_training(devices: list[str]) -> None:
         assert set(model.state_dict()) == set(reference.state_dict())
 
 
-def test_one_device_several_times() -> None:
+def test_stages_on_one_device_match_full_model() -> None:
     assert_same_training(["cpu"] * 3)
 
 
 @pytest.mark.cuda
-def test_cpu_and_cuda() -> None:
+def test_stages_on_cpu_and_cuda_match_full_model() -> None:
     assert_same_training(["cpu", "cuda", "cuda"])
     assert_same_training(["cuda", "cpu", "cuda"])
 
@@ -82,7 +82,7 @@ def test_layers_and_boundary_values_are_on_their_devices() -> None:
     output = model(torch.randn(3, 4))
     assert output.device.type == "meta" and output.shape == (3, 2)
     model = spread_over_devices(Skipping(), ["b"], ["meta", "cpu"])
-    # Values also move from the meta device to the CPU: torch's error shows that it tried to copy them.
+    # Values also move from the meta device to the CPU: torch's error shows that the model tried to copy them.
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor; no data"):
         model(torch.randn(3, 4))
 
@@ -102,7 +102,7 @@ def test_tied_layers_are_on_the_first_device() -> None:
         (["d"], ["cpu", "cpu"], "stage 1 is to begin at 'd', which is not a module of the model"),
     ],
 )
-def test_errors(cuts: list[str], devices: list[str], message: str) -> None:
+def test_invalid_cuts_and_devices_raise(cuts: list[str], devices: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         spread_over_devices(Skipping(), cuts, devices)
 

@@ -18,8 +18,8 @@ from weft.strategy.pipeline import SCHEDULES, Action, Pipeline, Schedule, Span, 
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_drawn_schedule(kind, tmp_path):
-    """The picture has a box for each computation and names ranks and kinds; it is the same each time."""
+def test_schedule_is_drawn_with_a_box_per_computation(kind, tmp_path):
+    """The picture has a box for each computation and names ranks and kinds; drawing it again gives the same picture."""
     stages = 2 if kind in ("interleaved", "looped_bfs") else 1
     schedule = Schedule.generate(kind, 3, 5, stages_per_rank=stages)
     svg = draw(schedule, path=tmp_path / "schedule.svg")
@@ -30,8 +30,8 @@ def test_drawn_schedule(kind, tmp_path):
         assert svg.count(color) == (num_boxes + 2 if num_boxes else 0)  # the legend adds a face and an edge
     assert {"rank 0", "rank 2", "forward", "idle", "in flight", "1:4" if stages > 1 else "4"} <= set(texts)
     assert ("backward, weights" in texts) == (kind == "zero_bubble")
-    share = schedule.simulate().bubble_fraction
-    assert f"planned: {share:.0%} idle" in texts
+    bubble_fraction = schedule.simulate().bubble_fraction
+    assert f"planned: {bubble_fraction:.0%} idle" in texts
 
 
 def test_planned_above_measured_on_one_page(tmp_path):
@@ -64,7 +64,7 @@ def test_documentation_figures_are_up_to_date():
 
 
 @on_ranks(2)
-def test_traces(rank: int, world_size: int) -> None:
+def test_traces_are_complete_and_on_a_common_clock(rank: int, world_size: int) -> None:
     """Every rank gets the computations of all ranks, in the order of their action lists."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

@@ -36,7 +36,7 @@ VALID, FAILING = torch.zeros(2, 2), torch.tensor([[0.0, 0.0], [1.0, 0.0]])
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
 def test_peers_quote_failure(rank: int, world_size: int, kind: str) -> None:
-    """The last stage's rank destroys its group, as at the end of its process."""
+    """The last stage's rank destroys its group, as the exit of its process does."""
     group = dist.new_group(backend="cpu:weft")
     step = Failing(DeviceMesh.from_group(group, "cpu"))
     run = step.pipeline.step if kind == "training" else step.pipeline.evaluate

@@ -1,4 +1,4 @@
-"""A model's own forward on its stages: data-dependent paths, writes in place, and values that cross."""
+"""A model's own forward on its stages: data-dependent paths, writes in place, and values that cross boundaries."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class CountingTrunk(nn.Module):
 
 
 @on_ranks(2)
-def test_trunk_buffers_and_flags(rank: int, world_size: int) -> None:
-    """Recording a forward leaves buffers unchanged, and a flag that is set later is another path."""
+def test_recordings_keep_buffers_and_follow_flags(rank: int, world_size: int) -> None:
+    """Recording a forward leaves buffers unchanged, and a flag that is set later leads to another recording."""
     torch.manual_seed(0)
     model = CountingTrunk()
     reference = copy.deepcopy(model)
@@ -96,7 +96,7 @@ def test_unrecordable_forwards_raise(world_size: int, path: str, error: type[Exc
 
 
 @on_ranks(2)
-def test_path_that_depends_on_input_values(world_size: int) -> None:
+def test_paths_by_input_values_match_one_device(world_size: int) -> None:
     """Micro-batches of the same shapes take two paths, in one step and from step to step."""
     torch.manual_seed(0)
     model, reference = Branching("input").double(), Branching("input").double()
@@ -123,14 +123,14 @@ def test_random_path_raises(world_size: int) -> None:
 
 
 class Between(nn.Module):
-    """Two layers; `do` is the forward, with code between or around them."""
+    """Two layers; `body` is the forward, with code between or around the layers."""
 
-    def __init__(self, do: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    def __init__(self, body: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
-        self.a, self.b, self.do = nn.Linear(4, 4), nn.Linear(4, 4), do
+        self.a, self.b, self.body = nn.Linear(4, 4), nn.Linear(4, 4), body
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.do(self, x)
+        return self.body(self, x)
 
 
 def write_into_new_tensor(model: nn.Module, x: Tensor, write: Callable[[Tensor, Tensor], Any]) -> Tensor:
@@ -181,7 +181,7 @@ def test_writes_of_layer_values_raise(world_size: int, write: str) -> None:
 
 @on_ranks(2)
 def test_views_changed_after_boundary_raise(world_size: int) -> None:
-    """A change before the boundary is correct; a change after it, which a view would miss, raises ValueError."""
+    """A change before the boundary is correct; a change after it, which its views would miss, raises ValueError."""
     torch.manual_seed(0)
     model = Between(view_changed_before_boundary).double()
     reference = Between(view_changed_before_boundary).double()
@@ -209,8 +209,8 @@ def test_checkpoints_between_layers_raise(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_isinstance_of_absent_layers(world_size: int) -> None:
-    """isinstance gives the original class of a layer on another stage."""
+def test_isinstance_sees_class_of_absent_layers(world_size: int) -> None:
+    """In a forward, isinstance sees the original class of a layer that is on another stage."""
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         h = x
@@ -283,7 +283,7 @@ def test_buffer_crosses_with_value_at_call(world_size: int) -> None:
 
 @on_ranks(1)
 def test_number_of_recordings_is_bounded(world_size: int) -> None:
-    """Their number is bounded, however many input values the code between layers reads."""
+    """The code between the layers reads an input value that differs in every step."""
     model = Between(lambda model, x: model.b(model.a(x)) * float(x.sum()))
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["b"][:0], num_micro_batches=1)
     for step in range(40):
@@ -318,7 +318,7 @@ class Inner(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize(("frozen", "p"), [("inner", 0.5), ("inner.a", 0.0)])
-def test_mode_changes_of_submodules(world_size: int, frozen: str, p: float) -> None:
+def test_mode_changes_of_submodules_take_effect(world_size: int, frozen: str, p: float) -> None:
     """A submodule changes to eval mode between steps, while the others stay in training mode."""
     torch.manual_seed(0)
     model = nn.Sequential()
@@ -338,7 +338,7 @@ def test_mode_changes_of_submodules(world_size: int, frozen: str, p: float) -> N
 
 
 @on_ranks(2)
-def test_encoder_with_fast_path(world_size: int) -> None:
+def test_encoder_matches_its_fast_path(world_size: int) -> None:
     """torch's encoder has a fast path for padded inputs without gradients, which fake tensors never take."""
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 4).eval()

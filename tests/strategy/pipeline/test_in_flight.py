@@ -15,7 +15,7 @@ from weft.strategy.pipeline import SCHEDULES, Pipeline
 DIM, HIDDEN, ROWS = 8, 16384, 4  # ROWS: per micro-batch
 MICRO_BATCHES = 8
 SAVED_BYTES = ROWS * HIDDEN * 4  # bytes that a stage saves for a micro-batch, besides a few rows of DIM
-SMALL = SAVED_BYTES // 8
+TOLERANCE_BYTES = SAVED_BYTES // 8
 
 
 def model_of(num_stages: int) -> nn.Sequential:
@@ -51,10 +51,10 @@ def test_saved_bytes_match_in_flight(world_size: int, kind: str) -> None:
             before = count.now()
             pipeline.step(batch, lambda x: model(x).sum())
         saved = [num_bytes - pipeline.memory_before for num_bytes in pipeline.memory]
-    assert count.now() - before <= SMALL
+    assert count.now() - before <= TOLERANCE_BYTES
     units = units_after_each_action(pipeline)
     for span, num_bytes, num in zip(pipeline.trace, saved, units, strict=True):
-        assert abs(num_bytes - num * SAVED_BYTES) < SMALL, (span.action, num_bytes / SAVED_BYTES, num)
+        assert abs(num_bytes - num * SAVED_BYTES) < TOLERANCE_BYTES, (span.action, num_bytes / SAVED_BYTES, num)
     # With one stage per rank, the simulator gives the maximum of its micro-batches in flight.
     simulated = pipeline.schedule(MICRO_BATCHES).simulate()
     if len(pipeline.stages) == 1 and kind != "zero_bubble":
@@ -64,7 +64,7 @@ def test_saved_bytes_match_in_flight(world_size: int, kind: str) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
 def test_saved_bytes_are_categorized(rank: int, world_size: int, kind: str) -> None:
-    """The peak has these bytes in their category, and the timeline has forwards and backwards."""
+    """The peak counts saved activations in their category, and the timeline has forwards and backwards."""
     mesh = init_device_mesh("cpu", (world_size,))
     with counted():
         model = model_of(world_size)
@@ -79,7 +79,7 @@ def test_saved_bytes_are_categorized(rank: int, world_size: int, kind: str) -> N
         phases = [phase.name for phase in memory.timeline()]
         watch.remove()
     in_flight = pipeline.schedule(MICRO_BATCHES).simulate().in_flight[rank]
-    assert abs(categories["saved_activations"] - in_flight * SAVED_BYTES) < SMALL, categories
+    assert abs(categories["saved_activations"] - in_flight * SAVED_BYTES) < TOLERANCE_BYTES, categories
     parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert categories["gradients"] == parameter_bytes == categories["parameters"], categories
     assert {"forward", "backward"} <= set(phases)
@@ -97,7 +97,7 @@ def test_received_inputs_count_as_saved(rank: int, world_size: int) -> None:
             memory.reset_peak()
             pipeline.step(batch, lambda x: model(x).sum())
         saved = memory.by_category(at="peak")["saved_activations"]
-    assert rank == 0 or abs(saved - MICRO_BATCHES * SAVED_BYTES) < SMALL, saved
+    assert rank == 0 or abs(saved - MICRO_BATCHES * SAVED_BYTES) < TOLERANCE_BYTES, saved
 
 
 @on_ranks(4)
@@ -112,5 +112,5 @@ def test_1f1b_saves_less_than_gpipe(rank: int, world_size: int) -> None:
             for _ in range(2):
                 pipeline.step(batch, lambda x, model=model: model(x).sum())
             most[kind] = max(pipeline.memory) - pipeline.memory_before
-    assert abs(most["gpipe"] - MICRO_BATCHES * SAVED_BYTES) < SMALL
-    assert abs(most["1f1b"] - (world_size - rank) * SAVED_BYTES) < SMALL
+    assert abs(most["gpipe"] - MICRO_BATCHES * SAVED_BYTES) < TOLERANCE_BYTES
+    assert abs(most["1f1b"] - (world_size - rank) * SAVED_BYTES) < TOLERANCE_BYTES

@@ -46,7 +46,7 @@ def test_collections_keep_types_and_other_values():
     assert isinstance(ordered, collections.OrderedDict) and list(ordered) == ["x", "y"]
 
 
-def test_hugging_face_batches():
+def test_hugging_face_batches_are_split():
     encoding = pytest.importorskip("transformers").BatchEncoding
     micro_batches = split_batch(encoding({"input_ids": X, "labels": Y}), 5)
     assert (

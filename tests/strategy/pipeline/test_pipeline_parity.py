@@ -23,7 +23,7 @@ SEVERAL_STAGES = ("interleaved", "looped_bfs")
 
 
 class UNet(nn.Module):
-    """Values that skip one and two boundaries, two that cross another at once, and parameters of the trunk."""
+    """Has values that skip one or two boundaries, two values that cross one together, and parameters of the trunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class UNet(nn.Module):
 
 
 class TwoStreams(nn.Module):
-    """Two tensors between layers, integers among the values that cross, dicts and tuples as arguments."""
+    """Has two tensors between layers, sends integers across boundaries, and passes dicts and tuples to layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def assert_same_training(
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_every_schedule_and_number_of_micro_batches(world_size: int, kind: str) -> None:
+def test_every_schedule_matches_one_device(world_size: int, kind: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("pipeline_parallel",))
     num_stages = 2 * world_size if kind in SEVERAL_STAGES else world_size
     for num_micro_batches in range(1, 9):
@@ -207,7 +207,7 @@ def test_every_schedule_and_number_of_micro_batches(world_size: int, kind: str) 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("kind", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "chain"])
-def test_unmodified_models(world_size: int, case: str, kind: str) -> None:
+def test_unmodified_models_match_one_device(world_size: int, case: str, kind: str) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     make, cuts, _, _ = CASES[case]
     model, reference = build(make), build(make)
@@ -243,7 +243,7 @@ HUGGING_FACE = {
 
 @on_ranks(2, timeout=300)
 @pytest.mark.parametrize("family", HUGGING_FACE)
-def test_hugging_face_models(world_size: int, family: str) -> None:
+def test_hugging_face_models_match_one_device(world_size: int, family: str) -> None:
     """Unmodified models with their code between layers: masks, positions, tied heads. Some compute norms in float32."""
     pytest.importorskip("transformers")
     mesh = init_device_mesh("cpu", (world_size,))

@@ -31,7 +31,7 @@ from weft.strategy.pipeline.profile import layer_names
 
 
 class Slow(nn.Module):
-    """Takes `milliseconds` forward and twice as long backward; saves its input."""
+    """A layer whose forward takes `milliseconds`, and whose backward twice as long; it saves its input."""
 
     def __init__(self, milliseconds: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_profiling_layers_leaves_model_unchanged():
     assert [layer.name for layer in profiles] == ["first", "blocks.0", "blocks.1", "last"]
     for layer, milliseconds in zip(profiles, (10, 10, 40, 10), strict=True):
         assert layer.forward >= milliseconds / 1000
-        # The gradient of the model's input counts for no layer.
+        # The gradient of the model's input belongs to no layer.
         assert layer.backward >= (0 if layer.name == "first" else 2 * milliseconds / 1000)
         assert layer.parameter_bytes == 4 and layer.activation_bytes == 2 * 3 * 4  # the product saves its input
     assert model.first.scale.grad == 7 and model.last.scale.grad is None and model.last.num_calls == 0
@@ -84,13 +84,13 @@ def test_profiling_layers_leaves_model_unchanged():
     assert balanced_cuts(exact, 2) == ["blocks.1"]
 
 
-def test_operation_counts():
+def test_flops_of_layers_are_counted():
     """A multiply-add counts as two operations; a backward computes the gradients of input and weight."""
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     profiles = profile_layers(model, torch.ones(16, 8), lambda x: model(x).sum(), measure="flops")
     small, large = 2 * 16 * 32 * 4, 2 * 16 * 8 * 32
     assert [(layer.name, layer.forward, layer.backward) for layer in profiles] == [
-        ("0", large, large),  # the gradient of the model's input counts for no layer
+        ("0", large, large),  # the gradient of the model's input belongs to no layer
         ("1", 0, 0),
         ("2", small, 2 * small),
     ]
@@ -100,7 +100,7 @@ def test_operation_counts():
         profile_layers(model, torch.ones(16, 8), lambda x: model(x).sum(), measure="bytes")
 
 
-def test_balanced_cuts():
+def test_balanced_cuts_respect_memory():
     layers = [LayerProfile(name, 1.0, 2.0, 100, 10) for name in "abcdef"]
     assert balanced_cuts(layers, 3) == ["c", "e"]
     schedule = Schedule.generate("1f1b", 3, 8)  # 3, 2 and 1 in flight
@@ -110,7 +110,7 @@ def test_balanced_cuts():
         balanced_cuts(layers, 3, schedule=schedule, memory_limit=100)
 
 
-def test_layer_names():
+def test_layer_names_of_models():
     assert layer_names(Llama(LlamaArgs())) == ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
     pytest.importorskip("transformers")
     names = layer_names(language_model("llama"))
@@ -132,7 +132,7 @@ def test_models_without_layer_chain_raise():
         profile_layers(model, torch.ones(2, 2), lambda x: (model[0].weight * x).sum())
 
 
-def test_stage_profiles_at_several_sizes():
+def test_stages_are_measured_at_several_sizes():
     model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 1))
     stages = profile_stages(model, torch.ones(16, 8), lambda x: model(x).sum(), ["1"], repeats=1)
     assert len(stages) == 2 and all(stage.forward.at(16) > 0 for stage in stages)
@@ -147,7 +147,7 @@ def test_stage_profiles_at_several_sizes():
     assert tune(stages, batch_size=16, num_ranks=2)[0].makespan > 0
 
 
-def test_tuning_table_and_curve(tmp_path, monkeypatch):
+def test_tuning_table_and_curve_show_all_points(tmp_path, monkeypatch):
     line = LinearTime(0.5, 1)
     stage = StageProfile(forward=line, backward_input=line, backward_weight=line, activation_bytes_per_sample=10)
     points = tune([stage] * 2, batch_size=8, num_ranks=2, memory_limit=50)

@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Adds the same noise before its first layer and after its last."""
+    """Adds noise before its first layer, and subtracts it after its last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def seed() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
-def test_random_stream_of_each_micro_batch(rank: int, world_size: int, kind: str) -> None:
+def test_stages_draw_equal_numbers_per_micro_batch(rank: int, world_size: int, kind: str) -> None:
     cuts = ["layers.1", "layers.2", "layers.3"] if kind == "interleaved" else ["layers.2"]
     model = Noisy()
     layers, seen = list(model.layers), {}
@@ -71,8 +71,8 @@ def test_random_stream_of_each_micro_batch(rank: int, world_size: int, kind: str
     batch = torch.arange(3.0).view(3, 1).expand(3, 2).contiguous()
     pipeline.step(batch, loss_of)  # this step also records the forward; its draws are discarded below
     seed()
-    for known in (seen, *[{"": layer.drawn} for layer in layers], {"": model.noises}):
-        [each.clear() for each in known.values()]
+    for records in (seen, *[{"": layer.drawn} for layer in layers], {"": model.noises}):
+        [each.clear() for each in records.values()]
     pipeline.step(batch, loss_of)
     after = torch.tensor([torch.rand(()), random.random(), numpy.random.rand()])
 

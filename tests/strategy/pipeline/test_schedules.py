@@ -60,7 +60,7 @@ def test_schedules_round_trip():
     assert Schedule.generate("1f1b", 2, 3).forward_only().num_micro_batches == 3
 
 
-def test_simulation_of_times_and_bytes():
+def test_simulation_gives_times_and_bytes():
     costs = [StageCost(forward=1, backward_input=1, backward_weight=1, transfer=0.5, activation_bytes=10)] * 2
     run = Schedule.generate("1f1b", 2, 4).simulate(costs)
     assert run.makespan == 17 and run.in_flight == [2, 1] and run.peak_bytes == [20, 10]
@@ -68,7 +68,7 @@ def test_simulation_of_times_and_bytes():
     assert run.bubble_fraction == pytest.approx(1 - 24 / 34)
 
 
-def test_partition_and_tune():
+def test_partition_and_tune_give_times_and_bytes():
     cut = partition([1, 1, 2], 2, activation_bytes=[4, 4, 4], parameter_bytes=[1, 1, 1], in_flight=[2, 1])
     assert (cut.begins, cut.times, cut.bytes) == ([0, 2], [2, 2], [18, 5])
     line = LinearTime.fit([1, 2], [3, 5])
@@ -102,6 +102,6 @@ def test_partition_and_tune():
         (lambda: tune([], batch_size=1, num_ranks=1), "0 stages on 1 ranks"),
     ],
 )
-def test_errors(call, message):
+def test_invalid_arguments_raise(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call()

@@ -20,7 +20,7 @@ from weft.strategy.verification.evidence import StoredRehearsal
 
 
 class Scaled(nn.Module):
-    """A parameter of the trunk before the layers; the second stage has several layers."""
+    """The trunk uses a parameter before the layers; the second stage has several layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_stages_match_full_model(rank: int, kind: type[nn.Module], cut: str) -> 
 
 @on_ranks(4)
 def test_tied_copies_with_different_shards_raise() -> None:
-    """The first stage has the bias beside the layer, where code may read it; the second stage has the layer."""
+    """The first stage has the bias outside of its layer, where code may read it; the second stage has the layer."""
     model = TiedBias().double()
     pipeline = make_pipeline(model, "head.decoder")
     with pytest.raises(ValueError, match=r"'head.bias' and 'head.decoder.bias' are copies of one tied parameter"):
@@ -88,17 +88,17 @@ def test_tied_copies_with_different_shards_raise() -> None:
 
 def test_evidence_of_remaining_layers_by_name() -> None:
     model = Scaled()
-    remembered = StoredRehearsal(model, None)
+    stored_rehearsal = StoredRehearsal(model, None)
     remaining = copy.deepcopy(model)
     remaining.up = RemoteLayer("up", 0, model.up)
-    known = remembered.for_model(remaining)
-    assert known.called == {id(remaining.first), id(remaining.down)}
-    assert known.covered == {id(remaining), id(remaining.first), id(remaining.down)}
-    assert known.read == set()
-    assert known.calls.keys() == {id(remaining)} and known.calls[id(remaining)] is remembered.rehearsal.calls[id(model)]
+    rehearsal = stored_rehearsal.for_model(remaining)
+    assert rehearsal.called == {id(remaining.first), id(remaining.down)}
+    assert rehearsal.covered == {id(remaining), id(remaining.first), id(remaining.down)}
+    assert rehearsal.read == set()
+    assert rehearsal.calls.keys() == {id(remaining)} and rehearsal.calls[id(remaining)] is stored_rehearsal.rehearsal.calls[id(model)]
 
 
 def test_copied_model_has_no_evidence() -> None:
     model = Scaled()
-    model.remembered = StoredRehearsal(model, None)
-    assert copy.deepcopy(model).remembered is None
+    model.stored_rehearsal = StoredRehearsal(model, None)
+    assert copy.deepcopy(model).stored_rehearsal is None

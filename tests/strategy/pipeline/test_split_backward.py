@@ -30,7 +30,7 @@ class Counts(TorchDispatchMode):
 
 
 class Shared(nn.Module):
-    """A norm and a layer that are called twice, a weight that is also read directly, and an unused layer."""
+    """Calls a norm and a layer twice, also reads the layer's weight directly, and has an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Shared(nn.Module):
 
 
 class Entangled(nn.Module):
-    """The main path uses a weight, and a factor that is computed from the same weight."""
+    """The path from input to output uses a weight, and a factor that is computed from the same weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ MODELS = {
     "frozen": (lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)), [(3, 4)]),
     "all frozen": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False), [(3, 4)]),
 }
-# Not split: a factor on the main path is computed from a weight, or all steps of a loop use one copy of a weight.
+# Their backward is not split: a factor is computed from a weight, or all steps of a loop use one copy of a weight.
 UNSPLIT = ("entangled", "recurrent")
 
 
 def run(name: str, *, halves: bool, inputs_need_gradients: bool = True) -> tuple[list[Tensor | None], Counts, Counts]:
-    """Return all gradients, inputs first, and the operator counts of both halves (full backward: all in the first)."""
+    """Return all gradients, inputs first, and the operator counts of both halves; a full backward counts as the first."""
     make, shapes = MODELS[name]
     torch.manual_seed(0)
     model = make().double()
@@ -137,7 +137,7 @@ def test_stage_without_inputs_runs_in_second_half():
 
 @on_ranks(2)
 def test_weft_operators_are_split() -> None:
-    """Their weights' gradients are nodes of their own; the first half does the communication of the backward."""
+    """Separate autograd nodes compute the weights' gradients; the first half communicates."""
     group_name = dist.group.WORLD.group_name
     torch.manual_seed(0)
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
@@ -158,5 +158,5 @@ def test_weft_operators_are_split() -> None:
     for one, other in zip([found, *(weight.grad for weight in weights)], expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     assert (first.calls["reduce_from_group"], second.calls["reduce_from_group"]) == (1, 0)
-    # The gradients of three layers are six products; both halves compute one of them, that of the hidden values.
+    # The gradients of three layers are six products; both halves compute the one of the hidden values.
     assert (first.calls["mm"] + first.calls["addmm_"], second.calls["mm"]) == (3, 4)

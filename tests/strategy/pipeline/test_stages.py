@@ -1,4 +1,4 @@
-"""The division of a model into stages, the stand-ins for layers of other stages, and errors of steps."""
+"""The division of a model into stages, the placeholders of layers of other stages, and errors of steps."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_results_follow_batch_order(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_custom_schedule_with_short_batch(world_size: int) -> None:
+def test_custom_schedule_matches_one_device_on_short_batches(world_size: int) -> None:
     model, reference = chain().double(), chain().double()
     schedule = Schedule.parse("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1B0,1F2,1B1,1B2\n")
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["2"], schedule=schedule)
@@ -134,8 +134,8 @@ def test_custom_schedule_with_short_batch(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_custom_split_and_weights(world_size: int) -> None:
-    """The weights are counts of targets. The last micro-batch has none: its mean is nan, and has weight zero."""
+def test_custom_split_and_weights_match_one_device(world_size: int) -> None:
+    """The weights are counts of targets. The last micro-batch has no target: its mean is nan, and its weight zero."""
     model, reference = chain().double(), chain().double()
     pipeline = Pipeline(model, init_device_mesh("cpu", (world_size,)), ["2"], num_micro_batches=3)
     x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -163,7 +163,7 @@ def test_custom_split_and_weights(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_micro_batch_shares(world_size: int) -> None:
+def test_micro_batch_shares_set_sizes(world_size: int) -> None:
     """A batch with too few samples for the shares has one sample per micro-batch."""
     model, reference = chain().double(), chain().double()
     mesh = init_device_mesh("cpu", (world_size,))

@@ -1,4 +1,4 @@
-"""The clock of a pipeline's trace on CUDA, with events of a simulated device: no test of it needs a GPU."""
+"""The clock of a pipeline's trace on CUDA, with events of a simulated device, so that no test needs a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Device:
 
 
 class Event:
-    """Takes the place of torch.cuda.Event; consecutive events are TICK_SECONDS apart."""
+    """Replaces torch.cuda.Event; consecutive events are TICK_SECONDS apart."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self.has_timing = enable_timing
@@ -120,6 +120,6 @@ def test_begin_of_a_cuda_clock_is_a_time_of_the_host() -> None:
         assert device.num_waits > 0
 
 
-def test_a_stepless_trace_is_empty() -> None:
+def test_trace_without_step_is_empty() -> None:
     assert StepTrace(clock_for(torch.device("cpu"))).spans() == []
     assert isinstance(clock_for(torch.device("cpu")), HostClock)
