@@ -82,12 +82,12 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def stacks(between: str, **options: Any) -> Comparison:
+def compare_stack(between: str, **options: Any) -> Comparison:
     return compare(lambda: Stack(between), vectors, plan=INNER, **options)
 
 
 @on_ranks(2)
-def test_agreeing_model(rank: int, world_size: int) -> None:
+def test_agreement_is_reported_and_model_unchanged(rank: int, world_size: int) -> None:
     model = llama()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     state = torch.get_rng_state()
@@ -114,7 +114,7 @@ def test_agreeing_model(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_shard_width_in_forward_is_named(world_size: int) -> None:
-    found = stacks("width")
+    found = compare_stack("width")
     assert not found.agrees
     assert found.parameters[0].parameter.startswith("blocks.1.") and found.parameters[0].gradient > 0.1
     assert (found.first_output.module, found.first_output.kind) == ("blocks.1.down", "Linear")
@@ -125,7 +125,7 @@ def test_shard_width_in_forward_is_named(world_size: int) -> None:
 @on_ranks(2)
 def test_parameter_between_shards_is_named(world_size: int) -> None:
     """The forward is correct; each rank has a partial sum of one gradient."""
-    found = stacks("parameter", steps=1)
+    found = compare_stack("parameter", steps=1)
     assert found.losses[0].difference < 1e-13 and not found.agrees
     assert found.parameters[0].parameter == "blocks.1.scale" and found.parameters[1].largest < 1e-9
     assert found.first_output is None and "the outputs of the first forward agree" in found.verdict
@@ -147,12 +147,12 @@ def test_raising_forward_is_named(world_size: int) -> None:
 
 @on_ranks(2)
 def test_random_differences_are_distinguished(world_size: int) -> None:
-    found = stacks("dropout")
+    found = compare_stack("dropout")
     assert not found.agrees and found.draws_random_numbers
     assert found.first_output.module == "blocks.1.down"
     assert found.in_eval_mode.agrees and "Random numbers are the reason: in eval mode" in found.verdict
     assert found.to_dict()["in_eval_mode"]["agrees"]
-    assert stacks("dropout", mode="eval").agrees
+    assert compare_stack("dropout", mode="eval").agrees
 
     class Dropping(Stack):  # dropout of a full tensor is the same on all ranks
         def forward(self, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def test_random_differences_are_distinguished(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("layout", "zero_stage"), [("dp2,tp2", 3), ("dp2,tp2", 1), ("rep2,tp2", 0), ("rep2,dp2", 2), ("dpauto,tp2", 0)]
 )
-def test_layouts(world_size: int, layout: str, zero_stage: int) -> None:
+def test_every_layout_agrees(world_size: int, layout: str, zero_stage: int) -> None:
     found = compare(llama, tokens, layout, loss_fn=token_loss, zero_stage=zero_stage)
     assert found.agrees and found.largest < 1e-13
     axes = {axis for row in found.parameters for axis, _ in row.axes}
@@ -197,7 +197,7 @@ def test_indivisible_batch_raises(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_dtypes_and_tolerances(world_size: int) -> None:
+def test_tolerance_follows_dtype(world_size: int) -> None:
     found = compare(llama, tokens, loss_fn=token_loss, dtype=torch.float32)
     assert found.agrees and found.tolerance == 1e-4 and found.largest > 1e-9
     found = compare(llama, tokens, loss_fn=token_loss, dtype=torch.float32, tolerance=1e-9)
@@ -205,7 +205,7 @@ def test_dtypes_and_tolerances(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_lightning_modules(world_size: int) -> None:
+def test_lightning_modules_are_compared(world_size: int) -> None:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -246,7 +246,7 @@ def test_lightning_modules(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_first_layers_of_hugging_face_model(world_size: int) -> None:
+def test_first_layers_of_hugging_face_model_agree(world_size: int) -> None:
     found = compare(lambda: language_model("llama", num_hidden_layers=3), first_layers=1)
     assert found.agrees, found
     assert (found.tolerance, found.tolerance_note) == (1e-4, ", because the forward computes partly in float32")
@@ -255,11 +255,11 @@ def test_first_layers_of_hugging_face_model(world_size: int) -> None:
     assert "LlamaForCausalLM, the first 1 of its repeated blocks: layout tp2" in found.setting
 
 
-def test_keep_first_layers() -> None:
+def test_first_layers_keep_values_of_full_model() -> None:
     truncated = build_model(llama, torch.float64, 1, 0)
     torch.manual_seed(0)
     full = llama().double()
-    assert len(truncated.layers) == 1  # with its values in the full model
+    assert len(truncated.layers) == 1  # which has its values in the full model
     assert torch.equal(truncated.layers[0].feed_forward.w1.weight, full.layers[0].feed_forward.w1.weight)
     assert torch.equal(truncated.output.weight, full.output.weight)
 
@@ -295,7 +295,7 @@ def test_keep_first_layers() -> None:
         ({"loss_fn": lambda model, batch: model(batch)}, "cannot be sent to the ranks"),
     ],
 )
-def test_errors_before_ranks_start(options: dict[str, Any], text: str) -> None:
+def test_invalid_options_raise_before_ranks_start(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         compare(llama, tokens, **options)
 
@@ -305,7 +305,7 @@ def test_slow_ranks_are_terminated() -> None:
         launch(len, (), 1, 0.01)
 
 
-def test_replies_of_failed_ranks() -> None:
+def test_errors_of_ranks_are_encoded() -> None:
     def raised(function: Any, *args: Any) -> Exception:
         try:
             function(*args)
@@ -343,7 +343,7 @@ def batch():
 """
 
 
-def test_command(tmp_path: Path) -> None:
+def test_command_prints_json_of_difference(tmp_path: Path) -> None:
     (tmp_path / "own_model.py").write_text(SOURCE)
     (tmp_path / "plan.yaml").write_text("w1: column\nw2: row\n")
     arguments = ["--module", "own_model:Model", "--batch", "own_model:batch", "--plan", "plan.yaml", "--json"]
@@ -354,7 +354,7 @@ def test_command(tmp_path: Path) -> None:
     assert found["parameters"][0]["parameter"].startswith(("w1", "w2")) and len(found["losses"]) == 3
 
 
-def test_exit_statuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_status_follows_result(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     row = ParameterDifference("weight", "column", "", "", (), 1e-12, 0.0)
     for tolerance, status in ((1e-9, 0), (1e-13, 1)):
         found = Comparison("a model", tolerance, "", (), (row,))

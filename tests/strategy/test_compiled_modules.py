@@ -1,4 +1,4 @@
-"""Models whose blocks are compiled already: they are planned and trained like others, and planning compiles nothing."""
+"""Models with compiled blocks are planned and trained like models without, and planning compiles nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plain(name: str) -> str:
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["in place", "wrapper"])
-def test_plan_is_that_of_the_uncompiled_model(is_wrapped: bool) -> None:
+def test_plan_equals_plan_of_uncompiled_model(is_wrapped: bool) -> None:
     model = Llama(LlamaArgs(dtype=torch.float32))
     expected = assign_auto(model, 2, example=(TOKENS,))
     backend = compile_blocks(model, is_wrapped)

@@ -1,4 +1,4 @@
-"""Parallelized models with other parts of PyTorch: optimizers, clipping, checkpoints, FSDP2, hooks."""
+"""Parallelized models work with other parts of PyTorch: optimizers, clipping, checkpoints, FSDP2, hooks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @on_ranks(2)
 @pytest.mark.parametrize("option", ["fused", "foreach"])
-def test_adamw_variants_on_a_partly_matched_model(world_size: int, option: str) -> None:
+def test_adamw_variants_match_unsharded(world_size: int, option: str) -> None:
     mesh = tensor_parallel(world_size)
     assert_same_training(
         lambda m: weft.parallelize(m, mesh, PLAN),
@@ -43,7 +43,7 @@ def test_adamw_variants_on_a_partly_matched_model(world_size: int, option: str) 
 
 @on_ranks(2)
 @pytest.mark.parametrize("foreach", [True, False])
-def test_clip_grad_norm(world_size: int, foreach: bool) -> None:
+def test_clip_grad_norm_matches_unsharded(world_size: int, foreach: bool) -> None:
     reference = Llama(LlamaArgs(dtype=torch.float64))
     model = weft.parallelize(copy.deepcopy(reference), tensor_parallel(world_size), PLAN)
     for each in (model, reference):
@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> str:
 
 
 @on_ranks(2)
-def test_distributed_checkpoint(world_size: int, folder: str) -> None:
+def test_distributed_checkpoint_loads_into_other_plans(world_size: int, folder: str) -> None:
     mesh = tensor_parallel(world_size)
     saved = weft.parallelize(Llama(LlamaArgs()), mesh, "auto")
     dcp.save(saved.state_dict(), checkpoint_id=folder)
@@ -86,7 +86,7 @@ def data_and_tensor(data: int, tensor: int):
 
 
 @on_ranks(4)
-def test_fsdp2_over_data_axis(rank: int, world_size: int) -> None:
+def test_fsdp2_over_data_axis_matches_unsharded(rank: int, world_size: int) -> None:
     mesh = data_and_tensor(2, 2)
     for reshard in (True, False):
         reference = Llama(LlamaArgs(dtype=torch.float64, hidden_dim=40))
@@ -126,7 +126,7 @@ def test_fully_shard_inside_fused_mlp_raises(world_size: int) -> None:
 
 @on_ranks(1, 2)
 def test_weight_gradients_complete_in_order(world_size: int) -> None:
-    """The optimizer's step in the backward needs this order: w2, w3, w1, each gradient freed before the next exists."""
+    """A step in the backward needs this order: w2, w3, w1; each gradient is freed before the next exists."""
     model = FeedForward(8, 12)
     weft.parallelize(model, tensor_parallel(world_size), {"": "column_row_mlp"})
     events: list[str] = []
@@ -161,7 +161,7 @@ def test_frozen_weights_get_no_gradient(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_activation_checkpointing(world_size: int) -> None:
+def test_torch_checkpoint_of_block_keeps_gradients(world_size: int) -> None:
     model = weft.parallelize(Llama(LlamaArgs(dtype=torch.float64)), tensor_parallel(world_size), "auto")
     layer = model.layers[0]
     x = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
@@ -172,7 +172,7 @@ def test_activation_checkpointing(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_autocast(world_size: int) -> None:
+def test_autocast_keeps_float32_gradients(world_size: int) -> None:
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
     with torch.autocast("cpu", torch.bfloat16):
         token_loss(model, TOKENS[0]).backward()

@@ -61,7 +61,7 @@ class Branches(nn.Module):
 
 @on_ranks(2, 3)
 @pytest.mark.parametrize("bucket_bytes", [1, 200, 25 << 20])
-def test_parameters_without_gradients(rank: int, world_size: int, bucket_bytes: int) -> None:
+def test_parameters_without_gradients_on_some_ranks_are_averaged(rank: int, world_size: int, bucket_bytes: int) -> None:
     torch.manual_seed(0)
     reference = Branches()
     model = copy.deepcopy(reference)
@@ -101,7 +101,7 @@ def test_accumulation_reduces_once(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_complete_gradients_are_averaged_without_reading_a_tensor(rank: int, world_size: int) -> None:
-    """On a GPU, a read waits for all that is in flight."""
+    """On a GPU, a read waits for all work in flight."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     reducer = GradientReducer(model, dist.group.WORLD)
     model(torch.ones(3, 4)).sum().backward()
@@ -118,14 +118,14 @@ def test_two_buckets_are_in_flight(rank: int, world_size: int) -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     reducer = GradientReducer(model, dist.group.WORLD, bucket_bytes=8 * 8 * 4 + 8 * 4)
     assert len(reducer._buckets) == 6
-    seen = []
-    land = reducer._finish_reduction
-    reducer._finish_reduction = lambda *args: (seen.append(len(reducer._in_flight)), land(*args))
+    num_in_flight = []
+    finish_reduction = reducer._finish_reduction
+    reducer._finish_reduction = lambda *args: (num_in_flight.append(len(reducer._in_flight)), finish_reduction(*args))
     model(torch.randn(2, 8) + rank).sum().backward()
-    assert len(seen) == 4  # `finish` waits for the others
-    assert max(seen) <= 2
+    assert len(num_in_flight) == 4  # `finish` waits for the others
+    assert max(num_in_flight) <= 2
     reducer.finish()
-    assert len(seen) == 6
+    assert len(num_in_flight) == 6
 
 
 @on_ranks(2)
@@ -143,7 +143,7 @@ def test_unfinished_gradients_are_averaged_before_step(rank: int, world_size: in
 
 
 @on_ranks(2)
-def test_layer_unfrozen_later(rank: int, world_size: int) -> None:
+def test_layer_unfrozen_later_is_averaged(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].requires_grad_(False)
@@ -194,7 +194,7 @@ OPTIMIZERS = {
     ("name", "gather_bytes"), [*((name, 25 << 20) for name in OPTIMIZERS), ("Adam", 1), ("Adam", 99)]
 )
 def test_sharded_states_match_unsharded_steps(rank: int, world_size: int, name: str, gather_bytes: int) -> None:
-    """Sizes that do not divide, a scalar, an empty shard on the last rank, a transposed parameter."""
+    """Parameters: sizes that 3 does not divide, a scalar, an empty shard on the last rank, a transposed tensor."""
     torch.manual_seed(0)
     values = {
         "matrix": torch.randn(5, 7, dtype=torch.float64),
@@ -237,7 +237,7 @@ def test_sharded_states_match_unsharded_steps(rank: int, world_size: int, name: 
     full_numel = sum(
         v.numel() for p, s in optimizers[1].state.items() for k, v in s.items() if torch.is_tensor(v) and k != "step"
     )
-    assert local_numel <= -(-full_numel // world_size) + 8, "states are not cut"
+    assert local_numel <= -(-full_numel // world_size) + 8, "states are not sharded"
     packed, expected = optimizers[0].state_dict(), optimizers[1].state_dict()
     for idx, state in expected["state"].items():
         parameter = [p for group in groups for p in group][idx]
@@ -257,7 +257,7 @@ def test_sharded_states_with_lbfgs_raise(world_size: int) -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
-def test_norm_over_mixed_meshes(rank: int, world_size: int, norm_type: float) -> None:
+def test_norm_over_mixed_meshes_matches_unsharded(rank: int, world_size: int, norm_type: float) -> None:
     """torch does not support DTensors of different meshes, nor mixed with plain tensors (pytorch #180346)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
     torch.manual_seed(0)
@@ -280,7 +280,7 @@ def test_norm_over_mixed_meshes(rank: int, world_size: int, norm_type: float) ->
             value, grad = distribute_tensor(value, on, placements), distribute_tensor(grad, on, placements)
         ours.append(nn.Parameter(value))
         ours[-1].grad = grad
-    with pytest.raises(Exception):  # noqa: B017  (which one depends on torch's version)
+    with pytest.raises(Exception):  # noqa: B017  (the class depends on torch's version)
         nn.utils.clip_grad_norm_(list(copy.copy(ours)), float("inf"), norm_type)
     expected = nn.utils.clip_grad_norm_(reference, 0.5, norm_type)
     norm = clip_gradients_by_norm(ours, 0.5, norm_type)
@@ -310,7 +310,7 @@ class TwoModels(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize("tie", [False, True])
-def test_units(world_size: int, tie: bool) -> None:
+def test_fsdp_units_match_unsharded(world_size: int, tie: bool) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data_parallel",))
     reference = TwoModels(tie)
     model = copy.deepcopy(reference)

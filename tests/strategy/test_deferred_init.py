@@ -1,4 +1,4 @@
-"""Deferred initialization: each shard has the bits that the same program computes without it."""
+"""Deferred initialization: each shard is bitwise equal to that of the same program without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.strategy.deferred.tensor import generator_of
 
 
 class _Ordered(nn.Module):
-    """Built in another order than `modules()` lists; initialised by hand, by `apply`, and by operators."""
+    """Built in another order than `modules()` lists; initialized by hand, by `apply`, and by operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class _Ordered(nn.Module):
         self.listed = [torch.ones(40), {"deep": torch.zeros(3, 9) + 1}]
         self.listed.append(self.listed)
         self.conv = nn.Conv1d(3, 8, 5)
-        self.apply(self._initialise)
+        self.apply(self._initialize)
         with torch.no_grad():
             self.conv.weight.copy_(torch.randn(8, 3, 5)).div_(2)
             self.head.weight[:7].mul_(3)
 
     @staticmethod
-    def _initialise(module: nn.Module) -> None:
+    def _initialize(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             module.weight.data.normal_(0.0, 0.02)
             if module.bias is not None:
@@ -90,7 +90,7 @@ def _tied() -> nn.Module:
 
 def _random_in_between() -> nn.Module:
     first = nn.Linear(20, 30)
-    small = torch.rand(3, device="cpu")  # small: drawn at once, from the layer's stream
+    small = torch.rand(3, device="cpu")  # small, and therefore drawn at once, from the layer's stream
     second = nn.Linear(30, int(20 + 10 * small[0].item()))
     unused = torch.randn(500)
     del unused
@@ -143,8 +143,8 @@ def test_values_are_bitwise_equal(rank: int, name: str, min_bytes: int) -> None:
 @on_ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1,), (17,), (5, 7), (130, 257), (3, 5, 7, 9), (2, 70_001), (70_001, 2)])
-def test_every_shard_of_random_stream(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """normal_ draws 16 numbers at once, so chunks end at multiples of 16; the sizes are below and beyond such ends."""
+def test_every_shard_of_random_stream_is_bitwise_equal(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """normal_ draws 16 numbers at once, so chunks end at multiples of 16; the sizes lie below and above such ends."""
 
     def build() -> Tensor:
         tensor = torch.empty(shape, dtype=dtype).normal_(1, 2)
@@ -167,7 +167,7 @@ def test_every_shard_of_random_stream(rank: int, shape: tuple[int, ...], dtype: 
 
 
 @on_ranks(1)
-def test_peak_without_full_parameters(rank: int) -> None:
+def test_peak_excludes_full_parameters(rank: int) -> None:
     torch.manual_seed(3)
     with counted() as count:
         with deferred_init():
@@ -217,7 +217,7 @@ def test_parallelize_materializes_shards(rank: int, world_size: int, plan: Any) 
 
 
 @on_ranks(2)
-def test_layers_distributed_by_torch(rank: int, world_size: int) -> None:
+def test_layers_distributed_by_torch_are_materialized(rank: int, world_size: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
 
     def build() -> nn.Module:
@@ -269,7 +269,9 @@ def test_report_lists_temporarily_full_parameters(world_size: int) -> None:
         ("random_", (-3, 90)),
     ],
 )
-def test_random_streams_of_many_chunks(rank: int, name: str, args: tuple[Any, ...], dtype: torch.dtype) -> None:
+def test_random_streams_of_many_chunks_are_bitwise_equal(
+    rank: int, name: str, args: tuple[Any, ...], dtype: torch.dtype
+) -> None:
     torch.manual_seed(5)
     expected = getattr(torch.empty(700, 301, dtype=dtype), name)(*args)
     after = torch.rand(5)
@@ -312,7 +314,7 @@ def test_unchunked_stream_is_materialized_in_full(rank: int) -> None:
 
 
 @on_ranks(1)
-def test_random_stream_through_another_dtype(rank: int) -> None:
+def test_random_stream_through_view_dtype_is_bitwise_equal(rank: int) -> None:
     torch.manual_seed(5)
     expected = torch.empty(8192, dtype=torch.int32)
     expected.view(torch.float32).normal_()
@@ -325,7 +327,7 @@ def test_random_stream_through_another_dtype(rank: int) -> None:
 
 @on_ranks(1)
 @pytest.mark.parametrize("min_bytes", [0, 16 * 1024])
-def test_errors(rank: int, min_bytes: int) -> None:
+def test_unwritten_and_changed_tensors_raise(rank: int, min_bytes: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     with deferred_init(min_bytes):
         model = nn.ModuleDict({"layer": nn.Linear(5, 7)})
@@ -350,7 +352,7 @@ def test_errors(rank: int, min_bytes: int) -> None:
 
 
 def test_cuda_without_an_index_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA has no generators before it is initialised, which asking for the current device does."""
+    """CUDA has no generators before it is initialized; torch.cuda.current_device() initializes it."""
 
     def current_device() -> int:
         monkeypatch.setattr(torch.cuda, "default_generators", generators)

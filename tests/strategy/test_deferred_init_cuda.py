@@ -1,4 +1,4 @@
-"""Deferred initialization of models that are built on a CUDA device: the values of test_deferred_init.py there."""
+"""Deferred initialization on a CUDA device gives the values of eager initialization."""
 
 from __future__ import annotations
 

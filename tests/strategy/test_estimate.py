@@ -174,7 +174,7 @@ def test_row_steps_need_no_full_gradient(tmp_path: Path, device: str, rows: int)
         ({"model": 3, "mesh": {}}, "'model' is 3; give the path"),
     ],
 )
-def test_errors(tmp_path: Path, config: dict[str, Any], sentence: str) -> None:
+def test_invalid_configurations_raise(tmp_path: Path, config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         estimate_file(_write(tmp_path, **config))
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
@@ -222,7 +222,7 @@ def test_chosen_cuts_equal_named_ones(tmp_path: Path) -> None:
     assert "'transformer.h.1', 'transformer.h.2'" in estimate_file(_write(tmp_path, model=model, **interleaved)).note
 
 
-def test_numbers_without_dot_in_json(tmp_path: Path) -> None:
+def test_json_numbers_without_dot_are_read(tmp_path: Path) -> None:
     """JSON writes 1e-06, which YAML 1.1 reads as text."""
     (tmp_path / "config.json").write_text(json.dumps({**TINY_GPT2, "layer_norm_epsilon": 1e-06}))
     assert "1e-06" in (tmp_path / "config.json").read_text()
@@ -282,7 +282,7 @@ def test_options_change_state_of_other_models(tmp_path: Path) -> None:
     assert step_state(optimizer="SGD with momentum")["optimizer_state"] == adam["parameters"]
 
 
-def test_every_way_to_start_the_command() -> None:
+def test_command_starts_in_every_way() -> None:
     script = Path(sys.executable).with_name("weft")
     for command in ([script], [sys.executable, "-m", "weft"], [sys.executable, "-m", "weft_command"]):
         result = run_process([*command, "--help"], timeout=100)

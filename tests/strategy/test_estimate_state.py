@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {**CONFIGS, "t5": T5, "llama": {**CONFIGS["l
 
 
 def _estimate(rank: int, family: str, **config: Any) -> RankEstimate:
-    """Return the prediction for this rank, which the estimate makes once for equal ranks."""
+    """Return the prediction for this rank; ranks with equal predictions share one."""
     batch = {"sequences": SEQUENCES, "tokens": TOKENS}
     model = {"model_type": family, **MODELS[family]}
     found = estimate_training(read_config({"model": model, "batch": batch, **config}, Path()))
@@ -74,7 +74,7 @@ def _tokens() -> Tensor:
 
 @on_ranks(2)
 @pytest.mark.parametrize(("family", "layout"), [("gpt2", "tp2"), ("t5", "tp2"), ("gpt2", "dp2")])
-def test_state_of_a_model(rank: int, world_size: int, family: str, layout: str) -> None:
+def test_predicted_state_matches_training(rank: int, world_size: int, family: str, layout: str) -> None:
     predicted = _estimate(rank, family, layout=layout).phases
     model = _model(family)
     axis = {"tp2": "tensor_parallel", "dp2": "data_parallel"}[layout]
@@ -129,12 +129,12 @@ def _check_pipeline(rank: int, family: str, layout: str, cuts: list[str]) -> Non
 
 @on_ranks(2)
 @pytest.mark.parametrize(("family", "cut"), [("gpt2", "transformer.h.1"), ("llama", "model.layers.1")])
-def test_pipeline_stages(rank: int, world_size: int, family: str, cut: str) -> None:
+def test_predicted_stages_match_training(rank: int, world_size: int, family: str, cut: str) -> None:
     """GPT-2's embedding is the weight of its output layer: both stages have a copy."""
     _check_pipeline(rank, family, "pp2", [cut])
 
 
 @on_ranks(4)
-def test_pipeline_stages_on_several_axes(rank: int, world_size: int) -> None:
+def test_predicted_stages_on_several_axes_match_training(rank: int, world_size: int) -> None:
     for layout in ("pp2,tp2", "pp2,dp2"):
         _check_pipeline(rank, "llama", layout, ["model.layers.2"])

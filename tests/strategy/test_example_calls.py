@@ -1,4 +1,4 @@
-"""Verification calls the model with the given example, and says so where it cannot."""
+"""Verification calls the model with the given example, and reports if it cannot."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mlp(nn.Module):
 
 
 class ByDims(Mlp):
-    """Its activation depends on the number of dims."""
+    """Its activation depends on the number of dims of x."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
@@ -39,8 +39,8 @@ class Scaled(Mlp):
         return self.down(scale * F.relu(self.up(x)))
 
 
-class Keeping(Mlp):
-    """It keeps its hidden units for code outside."""
+class Storing(Mlp):
+    """Stores its hidden units in an attribute, for code outside."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.hidden = F.relu(self.up(x))
@@ -100,7 +100,7 @@ def test_unused_example_input_array_is_named() -> None:
 def test_attribute_of_mlp_is_full_or_raises(world_size: int, plan: str | dict[str, str]) -> None:
     """A fused operator would not set the attribute, and column and row layers would keep a shard in it."""
     torch.manual_seed(0)
-    model = ReadingHidden(Keeping()).double()
+    model = ReadingHidden(Storing()).double()
     reference, x = copy.deepcopy(model), torch.randn(3, 8, dtype=torch.float64)
     mesh = tensor_parallel(world_size)
     if plan != "auto":
@@ -114,30 +114,30 @@ def test_attribute_of_mlp_is_full_or_raises(world_size: int, plan: str | dict[st
     torch.testing.assert_close(model(x), reference(x))
 
 
-class KeepingInDict(Mlp):
+class StoringInDict(Mlp):
     def __init__(self) -> None:
         super().__init__()
-        self.kept: dict[str, Tensor] = {}
+        self.stored: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        self.kept["hidden"] = F.relu(self.up(x))
-        return self.down(self.kept["hidden"])
+        self.stored["hidden"] = F.relu(self.up(x))
+        return self.down(self.stored["hidden"])
 
 
-class KeepingInList(Mlp):
+class StoringInList(Mlp):
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[Tensor] = []
+        self.stored: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.relu(self.up(x))
-        self.kept.append(hidden.mean())
+        self.stored.append(hidden.mean())
         return self.down(hidden)
 
 
-@pytest.mark.parametrize("module", [Keeping, KeepingInDict, KeepingInList])
-def test_kept_tensors_are_noticed(module: type[nn.Module]) -> None:
-    """Code outside of the model may read them: a warning, and with verify="always" full tensors."""
+@pytest.mark.parametrize("module", [Storing, StoringInDict, StoringInList])
+def test_stored_tensors_are_reported(module: type[nn.Module]) -> None:
+    """Code outside of the model may read them, so a plan warns; with verify="always", they are full."""
     model = Calling(module())
     assignments = Plan("auto").assign(model, 2)
     [sentence] = assignments.warnings()
@@ -145,4 +145,4 @@ def test_kept_tensors_are_noticed(module: type[nn.Module]) -> None:
     assignments = Plan("auto", verify="always").assign(model, 2)
     assert assignments.styles["mlp.up"].style == "column_gather_output"
     assert not any(isinstance(value, Tensor) for value in vars(model.mlp).values()), "the user's module is unchanged"
-    assert not getattr(model.mlp, "kept", None)
+    assert not getattr(model.mlp, "stored", None)

@@ -97,7 +97,7 @@ def test_replicated_rnn_keeps_plain_weights(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_errors(world_size: int) -> None:
+def test_sharded_and_meta_models_raise(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     model = weft.parallelize(nn.Sequential(FeedForward(8, 12)), mesh, {"0": "column_row_mlp"})
     fully_shard(model[0], mesh=mesh["data_parallel"])

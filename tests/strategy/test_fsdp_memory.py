@@ -1,4 +1,4 @@
-"""The peak memory of a rank under FSDP2 with the step in the backward: its shards, and two units at a time."""
+"""The peak memory of a rank under FSDP2 with the step in the backward: the rank's shards and two FSDP units."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def _sharded_model(
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("own_units", [True, False])
-def test_peak(world_size: int, own_units: bool) -> None:
+def test_peak_is_within_bound(world_size: int, own_units: bool) -> None:
     """The bound is 3W/n + 2u + 2u/n, besides staging and the activations of two tokens.
 
-    W: the bytes of all weights; n: the number of ranks; u: the bytes of the largest unit. In the strategies' sharding,
+    W: the bytes of all weights; n: the number of ranks; u: the bytes of the largest unit. With `apply_fsdp`, the
     parameters outside of blocks are one unit, which stays gathered until the end of the backward.
     """
     tp_size = world_size // 2
@@ -80,4 +80,4 @@ def test_peak(world_size: int, own_units: bool) -> None:
     root = 0 if own_units else _bytes(model.tok_embeddings) + _bytes(model.output)
     total = sum(peak.values())
     assert total <= bound + root + buffers + step_counts + replicated_bytes + activation_bytes, (peak, bound)
-    assert total >= 3 * weights / world_size + unit  # so the bound is not loose
+    assert total >= 3 * weights / world_size + unit  # so that the bound is tight

@@ -1,4 +1,4 @@
-"""Code outside a forward that computes with sharded parameters: values, gradients and writes as on one device."""
+"""Code outside a forward that computes with sharded parameters gives one device's values, gradients and writes."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def _check_terms(axes: tuple[str, ...]) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("axes", LAYOUTS[:2])
-def test_terms_over_parameters(rank: int, world_size: int, axes: tuple[str, ...]) -> None:
+def test_terms_over_parameters_match_one_device(rank: int, world_size: int, axes: tuple[str, ...]) -> None:
     _check_terms(axes)
 
 
 @on_ranks(4)
-def test_terms_over_parameters_on_two_axes(rank: int, world_size: int) -> None:
+def test_terms_over_parameters_on_two_axes_match_one_device(rank: int, world_size: int) -> None:
     _check_terms(LAYOUTS[2])
 
 
@@ -124,7 +124,7 @@ def _numbers(model: nn.Module) -> list[float]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("axes", LAYOUTS[:2])
-def test_numbers(rank: int, world_size: int, axes: tuple[str, ...]) -> None:
+def test_numbers_match_one_device(rank: int, world_size: int, axes: tuple[str, ...]) -> None:
     model, expected = _sharded(axes), _numbers(_model())
     with weft.strategy.local_parameters():
         assert _numbers(model) == pytest.approx(expected, rel=1e-12)
@@ -132,7 +132,7 @@ def test_numbers(rank: int, world_size: int, axes: tuple[str, ...]) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("axes", LAYOUTS[:2])
-def test_average_of_weights(rank: int, world_size: int, axes: tuple[str, ...]) -> None:
+def test_average_of_weights_matches_one_device(rank: int, world_size: int, axes: tuple[str, ...]) -> None:
     """Plain tensors are averaged with shards, and shards are overwritten by plain tensors."""
     model, reference = _sharded(axes), _model()
     for each in (model, reference):
@@ -147,7 +147,7 @@ def test_average_of_weights(rank: int, world_size: int, axes: tuple[str, ...]) -
 
 
 @on_ranks(2)
-def test_errors(rank: int, world_size: int) -> None:
+def test_unsupported_reads_and_writes_raise(rank: int, world_size: int) -> None:
     model = _sharded(LAYOUTS[0])
     weight = model.layers[0].feed_forward.w1.weight
     with pytest.raises(ValueError, match=r"a number was read from a DTensor .* inside weft.strategy.local_parameters"):

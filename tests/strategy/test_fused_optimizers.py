@@ -1,4 +1,4 @@
-"""torch's optimizers with fused kernels: the same losses, less memory, also after a load or with later groups."""
+"""torch's optimizers with fused kernels: the same losses and less memory, also after loading a state or adding a group."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _losses(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) 
 
 @on_ranks(1, 3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_same_losses(rank: int, world_size: int, name: str) -> None:
-    """This includes weights with uneven shards."""
+def test_fused_losses_match_unfused(rank: int, world_size: int, name: str) -> None:
+    """Some weights have uneven shards."""
     expected_model = _model()
     expected = _losses(expected_model, OPTIMIZERS[name](expected_model.parameters()), 20)
     model = _model()
@@ -93,15 +93,15 @@ def test_later_groups_are_fused(rank: int) -> None:
     _losses(model, optimizer, 1)
 
 
-class _Own(AdamW):
-    """A subclass may step in any way."""
+class _Subclass(AdamW):
+    """A subclass, which may step in any way."""
 
 
 @on_ranks(2)
 def test_unsupported_optimizers_stay_unfused(rank: int, world_size: int) -> None:
     model = _model()
     cases = [
-        (_Own(model.parameters()), "_Own has no fused variant"),
+        (_Subclass(model.parameters()), "_Subclass has no fused variant"),
         (torch.optim.RMSprop(model.parameters()), "RMSprop has no fused variant"),
         (AdamW(model.parameters(), foreach=True), "foreach=True was chosen"),
         (AdamW(model.parameters(), fused=False), "fused=False was chosen"),
@@ -155,7 +155,7 @@ def test_partial_gradients_are_summed(world_size: int, name: str) -> None:
             optimizer.zero_grad()
             norm(x.chunk(2, 1)[torch.distributed.get_rank()] * scale).to_local().square().sum().backward()
             assert norm.weight.grad.placements[0].is_partial()
-            if fused and name == "momentum":  # torch creates its buffer like the gradient
+            if fused and name == "momentum":  # torch creates the momentum with the gradient's placements
                 with pytest.raises(RuntimeError, match="give them the same ones, or pass fused=False"):
                     optimizer.step()
                 return

@@ -1,4 +1,4 @@
-"""When column_row_mlp becomes one operator, when column and row layers, and when it raises ValueError."""
+"""When column_row_mlp becomes one operator, when it becomes column and row layers, and when it raises ValueError."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class DifferentInTraining(Mlp):
         return y + 0.1 if self.training else y
 
 
-class Wasteful(nn.Linear):
+class Doubling(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
 
@@ -171,7 +171,7 @@ ERRORS = {
         "finds no MLP",
     ),
     "adapter": (lora_like, "finds no MLP"),
-    "own forward": (lambda: (m := Mlp(), setattr(m, "fc1", Wasteful(8, 12)))[0], "finds no MLP"),
+    "own forward": (lambda: (m := Mlp(), setattr(m, "fc1", Doubling(8, 12)))[0], "finds no MLP"),
 }
 
 
@@ -185,15 +185,15 @@ def test_unsplittable_mlps_raise(world_size: int, case: str) -> None:
 
 @on_ranks(2)
 def test_auto_gathers_unsplittable_mlps_with_reason(world_size: int) -> None:
-    model = nn.ModuleDict({"good": Mlp(), "norm": NormBetween(), "wasteful": Mlp()})
-    model["wasteful"].fc1 = Wasteful(8, 12)
+    model = nn.ModuleDict({"good": Mlp(), "norm": NormBetween(), "doubling": Mlp()})
+    model["doubling"].fc1 = Doubling(8, 12)
     weft.parallelize(model, tensor_parallel(world_size), "auto")
     notes = "\n".join(report(model).notes)
     assert "'norm': its weights are sharded and its activations gathered: " in notes
     styles = {row.parameter: row.style for row in report(model).rows}
     assert styles["good.fc1.weight"] == "column_row_mlp"
     assert styles["norm.fc1.weight"] == "column_gather_output" and styles["norm.fc2.weight"] == "row_split_input"
-    assert styles["wasteful.fc1.weight"] == "replicate"
+    assert styles["doubling.fc1.weight"] == "replicate"
 
 
 @on_ranks(2)
@@ -209,7 +209,7 @@ def test_hook_added_later_is_called(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_input_by_keyword(world_size: int) -> None:
+def test_input_may_be_a_keyword_argument(world_size: int) -> None:
     model = weft.parallelize(Mlp(), tensor_parallel(world_size), {"": "column_row_mlp"})
     x = torch.randn(3, 8)
     assert torch.equal(model(x=x), model(x))
@@ -347,7 +347,7 @@ def test_dropout_between_layers_takes_any_number_of_dims(world_size: int) -> Non
 
 
 @on_ranks(2)
-def test_slice_of_fused_sequential(world_size: int) -> None:
+def test_slice_of_fused_sequential_matches_unsharded(world_size: int) -> None:
     model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
     reference, x = copy.deepcopy(model), torch.randn(3, 8, dtype=torch.float64)
     weft.parallelize(model, tensor_parallel(world_size), "auto")

@@ -21,7 +21,7 @@ from weft.strategy.planning.plan_text import HUGGING_FACE_STYLES
 ROUNDING_TOLERANCE = 1e-5  # the models' own code computes some values in float32: logits, norms
 WITH_PLANS = sorted(set(CONFIGS) - {"gpt2", "opt"})
 # The styles that shard a matrix of a block.
-SPLIT = {"column", "row", "column_row_mlp", "column_gather_output", "row_split_input"}
+SHARDING_STYLES = {"column", "row", "column_row_mlp", "column_gather_output", "row_split_input"}
 
 
 def batches(count: int = 3) -> list[Tensor]:
@@ -51,11 +51,11 @@ def test_auto_matches_one_device(world_size: int, family: str) -> None:
     replicated = [
         row.parameter
         for row in report(model).rows
-        if row.style not in SPLIT
+        if row.style not in SHARDING_STYLES
         and len(row.local_shape) == 2
         and (".layers." in row.parameter or ".h." in row.parameter)
     ]
-    assert replicated == [], "every matrix of every block is cut"
+    assert replicated == [], "every matrix of every block must be sharded"
     weft.strategy.check_replicated_gradients(model)
 
 
@@ -96,7 +96,7 @@ def test_padding_row_has_no_gradient(world_size: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "phi3"])
-def test_sequence_parallel(world_size: int, family: str) -> None:
+def test_sequence_parallel_matches_one_device(world_size: int, family: str) -> None:
     torch.manual_seed(0)
     assert_same_training(
         lambda m: weft.parallelize(m, tensor_parallel(world_size), Plan("auto", sequence_parallel=True)),
@@ -109,7 +109,7 @@ def test_sequence_parallel(world_size: int, family: str) -> None:
 
 
 class Inside(nn.Module):
-    """A model beside another layer, as in a LightningModule."""
+    """A model next to another layer, as in a LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Inside(nn.Module):
 
 
 @on_ranks(2)
-def test_plan_of_inner_model(world_size: int) -> None:
+def test_plan_of_inner_model_is_found(world_size: int) -> None:
     model = weft.parallelize(Inside(), tensor_parallel(world_size), "huggingface")
     sharded = [row for row in report(model).rows if row.axes]
     assert len(sharded) == 2 + 2 * 7
@@ -127,8 +127,8 @@ def test_plan_of_inner_model(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_plan_of_config(world_size: int) -> None:
-    """As in transformers 4.49; one rule is for a module that this model of the family lacks."""
+def test_plan_of_config_is_used(world_size: int) -> None:
+    """The config has the plan, as in transformers 4.49; one rule is for a module that the model lacks."""
     model = nn.Module()
     model.model, model.base_model_prefix = Llama(LlamaArgs()), "model"
     names = {"wq": "colwise", "wk": "colwise", "wv": "colwise", "wo": "rowwise", "q_norm": "sequence_parallel_norm"}
@@ -139,13 +139,13 @@ def test_plan_of_config(world_size: int) -> None:
     styles = {row.parameter: row.style for row in report(model).rows}
     assert styles["model.output.weight"] == "column_gather_output"
     assert styles["model.layers.0.attention.wq.weight"] == "column"
-    assert model.model.layers[0].attention.n_heads == 4, "it counts a rank's heads inside its forward alone"
+    assert model.model.layers[0].attention.n_heads == 4, "n_heads must be this rank's only in the forward"
     assert "model.layers.0.attention.n_heads = 2 on this rank, inside its module's forward" in report(model).notes
     assert "model.vision.proj: this pattern of Hugging Face's plan matches no module" in report(model).notes
 
 
 @on_ranks(4)
-def test_errors(world_size: int) -> None:
+def test_unsupported_plans_raise(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     with pytest.raises(
         ValueError, match=r"shards 'model.layers.0.self_attn' by heads, but its 2 key heads do not divide"
@@ -162,6 +162,6 @@ def test_errors(world_size: int) -> None:
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def test_hugging_face_styles_in_rules() -> None:
+def test_hugging_face_styles_are_translated() -> None:
     plan: dict[str, Any] = {f"layers.{name}": name for name in HUGGING_FACE_STYLES}
     assert Plan(plan).to_dict() == {f"layers.{name}": style for name, style in HUGGING_FACE_STYLES.items()}

@@ -78,7 +78,7 @@ def _full(parameter: Tensor) -> Tensor:
 @on_ranks(1)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bitwise_equal_on_one_rank(rank: int, name: str, fused: bool) -> None:
+def test_training_is_bitwise_equal_on_one_rank(rank: int, name: str, fused: bool) -> None:
     def run(in_backward: bool) -> tuple[list[float], dict[str, Tensor], dict[str, Any]]:
         model = _model()
         optimizer = OPTIMIZERS[name]([{"params": list(model.words.parameters()), "lr": 0.02}, {"params": rest(model)}])
@@ -106,7 +106,7 @@ def test_bitwise_equal_on_one_rank(rank: int, name: str, fused: bool) -> None:
 
 @on_ranks(4)
 @pytest.mark.parametrize("layout", ["tensor", "fsdp", "both"])
-def test_sharded(rank: int, world_size: int, layout: str) -> None:
+def test_sharded_training_matches_one_device(rank: int, world_size: int, layout: str) -> None:
     sizes = {"tensor": (1, 4), "fsdp": (4, 1), "both": (2, 2)}[layout]
     mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("data_parallel", "tensor_parallel"))
     for name in ("adamw", "momentum"):
@@ -159,7 +159,7 @@ def test_one_gradient_is_alive_at_a_time(rank: int, world_size: int) -> None:
 
 
 @on_ranks(1)
-def test_errors(rank: int) -> None:
+def test_unsupported_training_raises(rank: int) -> None:
     model = _model()
     with pytest.raises(ValueError, match="the optimizer is of class RMSprop, and only Adam, AdamW, SGD are known"):
         StepInBackward(model, torch.optim.RMSprop(model.parameters()))

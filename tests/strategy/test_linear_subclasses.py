@@ -18,7 +18,7 @@ from weft.strategy.sharding.local_tensor import local_of
 
 
 class Product(nn.Linear):
-    """A layer as in Falcon."""
+    """Computes its output as Falcon's layers do."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.weight.T
@@ -56,12 +56,12 @@ class Viewed(nn.Linear):
         return super().forward(x.view(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
-class Sparse(nn.Linear):
-    """Has a tensor as attribute, whose values may change."""
+class WithTensor(nn.Linear):
+    """Has an attribute that is a tensor, whose values may change."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes)
-        self.kept = torch.ones(sizes[1])
+        self.tensor = torch.ones(sizes[1])
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
@@ -76,7 +76,7 @@ def test_equivalent_forwards_are_accepted(layer: nn.Linear) -> None:
 
 @pytest.mark.parametrize(
     "layer",
-    [Scaled(8, 6, scale=2.0), InTraining(8, 6), Detached(8, 6), Noisy(8, 6), Viewed(8, 6), Sparse(8, 6)],
+    [Scaled(8, 6, scale=2.0), InTraining(8, 6), Detached(8, 6), Noisy(8, 6), Viewed(8, 6), WithTensor(8, 6)],
     ids=lambda layer: type(layer).__name__,
 )
 def test_different_forwards_have_a_reason(layer: nn.Linear) -> None:

@@ -42,7 +42,7 @@ def test_parameters_become_dtensors(world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_uneven_and_empty_shards(rank: int, world_size: int) -> None:
+def test_uneven_and_empty_shards_match_unsharded(rank: int, world_size: int) -> None:
     model = FeedForward(8, 5)  # at most two rows per rank: 2, 2, 1, 0
     x = torch.randn(3, 8)
     expected = model(x).detach()
@@ -73,7 +73,7 @@ def test_meta_models_stay_meta_with_equal_plan(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_axis_of_larger_mesh(world_size: int) -> None:
+def test_tensor_parallel_axis_of_larger_mesh_is_used(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("data_parallel", "tensor_parallel"))
     model = weft.parallelize(FeedForward(8, 12), mesh, {"": "column_row_mlp"})
     assert model.w1.weight.device_mesh == mesh["tensor_parallel"]
@@ -138,7 +138,7 @@ def test_sharded_weight_mixed_with_plain_tensor_raises(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_deepcopy_of_parallel_model(world_size: int) -> None:
+def test_deepcopy_of_parallel_model_matches_it(world_size: int) -> None:
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
     tokens = token_batches(1, 37)[0][0]
     model(tokens).sum().backward()
@@ -265,9 +265,9 @@ def test_partial_gradients_of_replicated_parameters_raise(world_size: int) -> No
     model(torch.randn(4, 8)).square().sum().backward()
     with pytest.raises(ValueError, match="replicated parameters 'scale' differ"):
         weft.strategy.check_replicated_gradients(model)
-    fine = weft.parallelize(Llama(LlamaArgs()), mesh, "auto")
-    fine(token_batches(1, 37)[0][0]).square().mean().backward()
-    weft.strategy.check_replicated_gradients(fine)
+    llama = weft.parallelize(Llama(LlamaArgs()), mesh, "auto")
+    llama(token_batches(1, 37)[0][0]).square().mean().backward()
+    weft.strategy.check_replicated_gradients(llama)
 
 
 @on_ranks(2)
@@ -306,8 +306,8 @@ def test_parameters_stay_plain_for_fsdp_on_one_tensor_rank(rank: int, world_size
 
 @on_ranks(2)
 @pytest.mark.parametrize("is_everywhere", [True, False])
-def test_gradients_that_are_not_finite(rank: int, world_size: int, is_everywhere: bool) -> None:
-    """On all ranks they are no error of the sharding; on one rank they are."""
+def test_nonfinite_gradients_raise_if_ranks_differ(rank: int, world_size: int, is_everywhere: bool) -> None:
+    """Non-finite gradients on all ranks are no error of the sharding; on one rank, they are."""
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     weft.parallelize(model, tensor_parallel(world_size), {"0": "column_gather_output", "1": "replicate"})
     model(torch.ones(3, 8)).sum().backward()
@@ -321,8 +321,8 @@ def test_gradients_that_are_not_finite(rank: int, world_size: int, is_everywhere
 
 
 @on_ranks(2)
-def test_embedding_with_max_norm(world_size: int) -> None:
-    """Its forward writes to its weight, so it stays a plain module."""
+def test_embedding_with_max_norm_stays_plain(world_size: int) -> None:
+    """The embedding's forward writes to its weight."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(32, 8, max_norm=1.0), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
     reference, tokens = copy.deepcopy(model), torch.randint(32, (2, 5))

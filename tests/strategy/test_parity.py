@@ -1,4 +1,4 @@
-"""Parallelized models against their unsharded twins over ten optimizer steps."""
+"""Parallelized models match unsharded copies over up to ten optimizer steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def vectors(num: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
 @OPTIMIZERS
 @PRECISIONS
 @pytest.mark.parametrize("bias", [False, True])
-def test_mlp(world_size: int, dtype: str, optimizer: str, bias: bool) -> None:
+def test_mlp_matches_unsharded(world_size: int, dtype: str, optimizer: str, bias: bool) -> None:
     model = FeedForward(8, 11, DTYPES[dtype], bias=bias)
     mesh = tensor_parallel(world_size)
     assert_same_training(
@@ -67,7 +67,7 @@ class AttentionLoss(nn.Module):
 @PRECISIONS
 @pytest.mark.parametrize("n_kv_heads", [4, 8])
 @pytest.mark.parametrize("bias", [False, True])
-def test_attention(world_size: int, dtype: str, optimizer: str, n_kv_heads: int, bias: bool) -> None:
+def test_attention_matches_unsharded(world_size: int, dtype: str, optimizer: str, n_kv_heads: int, bias: bool) -> None:
     args = LlamaArgs(dim=32, n_heads=8, n_kv_heads=n_kv_heads, dtype=DTYPES[dtype])
     mesh = tensor_parallel(world_size)
     plan = {
@@ -100,7 +100,7 @@ LLAMA_PLAN = {
 @on_ranks(1, 2, 4)
 @OPTIMIZERS
 @PRECISIONS
-def test_llama(world_size: int, dtype: str, optimizer: str) -> None:
+def test_llama_matches_unsharded(world_size: int, dtype: str, optimizer: str) -> None:
     mesh = tensor_parallel(world_size)
     model = assert_same_training(
         lambda m: weft.parallelize(m, mesh, LLAMA_PLAN if dtype == "float64" else "auto"),
@@ -117,7 +117,7 @@ def test_llama(world_size: int, dtype: str, optimizer: str) -> None:
 
 
 @on_ranks(3)
-def test_llama_with_indivisible_heads(world_size: int) -> None:
+def test_llama_with_indivisible_heads_matches_unsharded(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     model = assert_same_training(
         lambda m: weft.parallelize(m, mesh, "auto"),
@@ -135,7 +135,7 @@ def test_llama_with_indivisible_heads(world_size: int) -> None:
 @OPTIMIZERS
 @PRECISIONS
 @pytest.mark.parametrize("layer", ["Linear", "Conv1D"])
-def test_gpt2(world_size: int, dtype: str, optimizer: str, layer: str) -> None:
+def test_gpt2_matches_unsharded(world_size: int, dtype: str, optimizer: str, layer: str) -> None:
     mesh = tensor_parallel(world_size)
     model = assert_same_training(
         lambda m: weft.parallelize(m, mesh, "auto"),
@@ -152,7 +152,7 @@ def test_gpt2(world_size: int, dtype: str, optimizer: str, layer: str) -> None:
 @on_ranks(2, 4)
 @OPTIMIZERS
 @PRECISIONS
-def test_transformer_encoder(world_size: int, dtype: str, optimizer: str) -> None:
+def test_transformer_encoder_matches_unsharded(world_size: int, dtype: str, optimizer: str) -> None:
     mesh = tensor_parallel(world_size)
     model = assert_same_training(
         lambda m: weft.parallelize(m, mesh, "auto"),
@@ -167,7 +167,7 @@ def test_transformer_encoder(world_size: int, dtype: str, optimizer: str) -> Non
 
 
 @on_ranks(2)
-def test_transformer_encoder_in_eval_mode(world_size: int) -> None:
+def test_transformer_encoder_in_eval_mode_matches_unsharded(world_size: int) -> None:
     model = EncoderClassifier().eval()
     tokens = token_batches(1, VOCAB)[0][0]
     expected = model(tokens).detach()
@@ -177,7 +177,7 @@ def test_transformer_encoder_in_eval_mode(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_tied_head(world_size: int) -> None:
+def test_tied_head_matches_unsharded(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     model = assert_same_training(
         lambda m: weft.parallelize(m, mesh, "auto"),
@@ -190,7 +190,7 @@ def test_tied_head(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_plain_rnn_and_multihead_attention_are_replicated(world_size: int) -> None:
+def test_rnn_and_multihead_attention_match_unsharded(world_size: int) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

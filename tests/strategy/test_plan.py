@@ -77,7 +77,7 @@ def test_invalid_plans_raise(rules: object, error: type[Exception], message: str
     assert "\n" not in str(caught.value)
 
 
-def test_torch_styles() -> None:
+def test_torch_styles_are_translated() -> None:
     plan = Plan(
         {
             "embedding": RowwiseParallel(input_layouts=Replicate()),
@@ -109,7 +109,7 @@ def test_unsupported_torch_styles_raise(style: object, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_order_of_string_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strings_are_read_by_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "weft_test_plans.py").write_text(
@@ -149,7 +149,7 @@ def by_class(name: str, module: nn.Module) -> str | None:
 
 
 @on_ranks(2)
-def test_callable_plan(world_size: int) -> None:
+def test_callable_plan_chooses_styles(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     plan = Plan(by_class)
     model = weft.parallelize(Llama(LlamaArgs()), mesh, plan)
@@ -159,7 +159,7 @@ def test_callable_plan(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_report_table(world_size: int) -> None:
+def test_report_table_lists_shards(world_size: int) -> None:
     others = {
         f"layers.*.attention.{name}": style for name, style in (("wk", "column"), ("wv", "column"), ("wo", "row"))
     }
@@ -188,7 +188,7 @@ def test_report_of_deleted_model_raises(world_size: int) -> None:
 
 
 @on_ranks(4)
-def test_report_as_json(world_size: int) -> None:
+def test_report_as_json_lists_axes_and_rules(world_size: int) -> None:
     """The report lists the axes that shard each parameter, also after fully_shard, and the parameters of each rule."""
     names = ("data_parallel", "tensor_parallel")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
@@ -209,7 +209,7 @@ def test_report_as_json(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_report_of_wrapped_model(world_size: int) -> None:
+def test_report_of_wrapped_model_equals_that_of_model(world_size: int) -> None:
     """For a wrapper such as Fabric's, the report has the names and notes of the parallelized model."""
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), "auto")
     wrapper = nn.Module()

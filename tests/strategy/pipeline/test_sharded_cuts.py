@@ -95,7 +95,8 @@ def test_evidence_of_remaining_layers_by_name() -> None:
     assert rehearsal.called == {id(remaining.first), id(remaining.down)}
     assert rehearsal.covered == {id(remaining), id(remaining.first), id(remaining.down)}
     assert rehearsal.read == set()
-    assert rehearsal.calls.keys() == {id(remaining)} and rehearsal.calls[id(remaining)] is stored_rehearsal.rehearsal.calls[id(model)]
+    assert rehearsal.calls.keys() == {id(remaining)}
+    assert rehearsal.calls[id(remaining)] is stored_rehearsal.rehearsal.calls[id(model)]
 
 
 def test_copied_model_has_no_evidence() -> None:

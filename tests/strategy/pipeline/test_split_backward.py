@@ -83,7 +83,7 @@ UNSPLIT = ("entangled", "recurrent")
 
 
 def run(name: str, *, halves: bool, inputs_need_gradients: bool = True) -> tuple[list[Tensor | None], Counts, Counts]:
-    """Return all gradients, inputs first, and the operator counts of both halves; a full backward counts as the first."""
+    """Return all gradients, inputs first, and the operator counts of both halves; a full backward is in the first."""
     make, shapes = MODELS[name]
     torch.manual_seed(0)
     model = make().double()
