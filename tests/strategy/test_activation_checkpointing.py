@@ -76,7 +76,7 @@ def test_saved_bytes_and_communication(world_size: int) -> None:
     tokens = TOKENS[0][0].repeat(16, 1)
     saved, collectives = {}, {}
     with counted() as count:
-        weft.memory.tag([tokens], "saved_activations")  # as a batch is from its first forward on
+        weft.memory.tag([tokens], "saved_activations")  # as `watch` tags a batch in its first forward
         for policy in ("none", "full", "selective"):
             for num_layers in (2, 5):
                 args = LlamaArgs(n_layers=num_layers)

@@ -1,4 +1,4 @@
-"""torch's optimizers with fused kernels: the same losses and less memory, also after loading a state or adding a group."""
+"""torch's fused optimizers: the same losses and less memory, also after loading a state or adding a group."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from weft.strategy.planning.layout import Sizes
         (Sizes(pipeline_parallel=4), 16, 8, (4, 1, 1, 4)),
     ],
 )
-def test_auto_sizes_are_resolved(sizes: Sizes, num_ranks: int, per_host: int, expected: tuple[int, int, int, int]) -> None:
+def test_sizes_are_resolved(sizes: Sizes, num_ranks: int, per_host: int, expected: tuple[int, int, int, int]) -> None:
     assert sizes.resolve(num_ranks, per_host) == expected
 
 

@@ -1,4 +1,4 @@
-"""The values of `weft.strategy._plan` as Python sees them; their rules are tested in tests/cpp/strategy."""
+"""The Python bindings of the values of `weft.strategy._plan`; tests/cpp/strategy tests the rules of these values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.strategy._plan import AXIS_NAMES, STYLES, Mesh, Plan, Rule
 
 Fields: TypeAlias = "list[tuple[str, str, str | None, bool]]"
 
-HEADED_STYLES = ("column", "row")
+STYLES_WITH_HEADS = ("column", "row")
 
 # Printable text, without the characters YAML folds or drops: any other name survives every text form.
 LEVELS = st.text(
@@ -38,7 +38,7 @@ HEADS = st.sampled_from(["n_heads", "n", "on", "null", "_1", "köpfe"])
 def rules(draw: st.DrawFn) -> Fields:
     patterns = draw(st.lists(PATTERNS, max_size=6, unique=True))
     styles = [draw(st.sampled_from(STYLES)) for _ in patterns]
-    heads = [draw(st.none() | HEADS) if style in HEADED_STYLES else None for style in styles]
+    heads = [draw(st.none() | HEADS) if style in STYLES_WITH_HEADS else None for style in styles]
     recompute = [style == "column_row_mlp" and draw(st.booleans()) for style in styles]
     return list(zip(patterns, styles, heads, recompute, strict=True))
 

@@ -30,12 +30,12 @@ class _Scaled(nn.Module):
 
 
 @on_ranks(2, 4, timeout=300)
-def test_saved_bytes(world_size: int) -> None:
+def test_recompute_saves_only_input(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     saved = {}
     with counted() as count:
         x = torch.ones(TOKENS, DIM)
-        weft.memory.tag([x], "saved_activations")  # as a batch is from its first forward on
+        weft.memory.tag([x], "saved_activations")  # as `watch` tags a batch in its first forward
         for recompute in (False, True):
             model = weft.parallelize(_Scaled(), mesh, {"mlp": {**RECOMPUTE, "recompute": recompute}})
             watch = weft.memory.watch(model)
@@ -53,7 +53,7 @@ def _cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @on_ranks(1, 2, 3)
-def test_parity(world_size: int) -> None:
+def test_recompute_matches_unsharded(world_size: int) -> None:
     torch.manual_seed(0)
     mesh = tensor_parallel(world_size)
     plan = {"layers.*.feed_forward": RECOMPUTE}

@@ -1,4 +1,4 @@
-"""Cases in which row-wise steps fall back to full gradients or raise; results stay those of the usual step."""
+"""Cases in which row-wise steps fall back to full gradients or raise; results equal those of the optimizer's step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.strategy.data_parallel import GradientReducer
 
 @on_ranks(2)
 def test_summed_gradients_fall_back_to_full(rank: int, world_size: int) -> None:
-    """A block that runs twice, tied weights, and weights with hooks that read their gradient."""
+    """The cases: a block that runs twice, tied weights, and weights with hooks that read their gradient."""
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
     expected = rows.blocks_model(order=(0, 1, 0))
     expected_optimizer = AdamW(expected.parameters(), lr=1e-2)
@@ -54,7 +54,7 @@ def test_summed_gradients_fall_back_to_full(rank: int, world_size: int) -> None:
 
 
 @on_ranks(1)
-def test_forward_without_backward_and_input_gradients(rank: int) -> None:
+def test_pending_forward_falls_back_to_full_gradients(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     model = rows.blocks_model(mesh)
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -111,7 +111,7 @@ def test_reducer_falls_back_to_full_gradients(rank: int) -> None:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("how", ["full", "selective", "compile"])
-def test_with_checkpoints_and_compile(rank: int, world_size: int, how: str) -> None:
+def test_checkpointed_and_compiled_blocks_match_optimizer_step(rank: int, world_size: int, how: str) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
     expected = rows.blocks_model()
     losses = rows.train_steps(expected, SGD(expected.parameters(), lr=0.1))
@@ -134,7 +134,7 @@ def test_with_checkpoints_and_compile(rank: int, world_size: int, how: str) -> N
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["plain", "gated"])
 @pytest.mark.parametrize("how", ["autocast", "autocast of float64", "rule"])
-def test_in_half_precision(rank: int, world_size: int, how: str, kind: str) -> None:
+def test_half_precision_matches_step_in_backward(rank: int, world_size: int, how: str, kind: str) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
     plan = {"blocks.*.mlp": {"style": "column_row_mlp", "precision": "bfloat16"}} if how == "rule" else rows.FUSED
     trained = []
@@ -188,8 +188,8 @@ def test_graph_after_remove_has_gradients(rank: int) -> None:
 
 
 @on_ranks(1)
-def test_older_states_and_before_step(rank: int) -> None:
-    """A momentum of None starts at the next step; `before_step` gets rows and parameters, nothing else."""
+def test_old_states_and_before_step_are_supported(rank: int) -> None:
+    """A momentum of None starts at the next step; `before_step` gets only rows and parameters."""
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     for name in ("momentum", "adamw"):
         trained = []
@@ -213,7 +213,7 @@ def test_older_states_and_before_step(rank: int) -> None:
 
 
 @on_ranks(1)
-def test_errors(rank: int) -> None:
+def test_unsupported_backwards_raise(rank: int) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     plain = rows.blocks_model(mesh, {"blocks.*.mlp.up_proj": "column", "blocks.*.mlp.down_proj": "row"})
     with pytest.raises(ValueError, match="optimizer_in_backward='rows' found no fused MLP with weights of its own"):

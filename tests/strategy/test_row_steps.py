@@ -1,4 +1,4 @@
-"""Fused MLPs that step their own weights by rows: the results of the usual step, without full gradients."""
+"""Fused MLPs that step their own weights by rows: the results of the optimizer's step, without full gradients."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_collectives_match_operator(rank: int, world_size: int) -> None:
         "all_gather_into_tensor": 8,
         "reduce_scatter_tensor": 4,
         "all_reduce": 4,
-    }  # the all-reduces: norms
+    }  # the all-reduces are of the norms' gradients
     for plan, expected in (
         (FUSED, {"all_reduce": 4}),
         (weft.strategy.Plan(FUSED, sequence_parallel=True), sequence_collectives),
@@ -104,7 +104,7 @@ def test_collectives_match_operator(rank: int, world_size: int) -> None:
 
 
 @on_ranks(1, 2)
-def test_peak_without_full_gradients(rank: int, world_size: int) -> None:
+def test_peak_excludes_full_gradients(rank: int, world_size: int) -> None:
     """The peak is the parameters and two moments of three equal weights, and some rows."""
     weight = 512 * 1024 * 4 // world_size
     mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
@@ -125,7 +125,7 @@ def test_peak_without_full_gradients(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(("device", "num_blocks"), [("cpu", 86), ("cuda", 4)])
 def test_blocks_depend_on_the_device(device: str, num_blocks: int) -> None:
-    """The blocks of a bfloat16 weight of a model of 7 billion parameters; fake tensors stand in for those of a GPU."""
+    """A fake tensor replaces a bfloat16 weight of a model of 7 billion parameters."""
     with FakeTensorMode():
         weight = torch.empty(11008, 4096, dtype=torch.bfloat16, device=device)
         left, right = (weight.new_empty(16, size) for size in weight.shape)

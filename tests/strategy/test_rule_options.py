@@ -36,13 +36,13 @@ MEMORY_RULES = {
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("by_tokens", [False, True], ids=["", "by tokens"])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
 @pytest.mark.parametrize("case", MEMORY_RULES)
-def test_results_are_unchanged(world_size: int, case: str, by_tokens: bool) -> None:
+def test_results_are_unchanged(world_size: int, case: str, sequence_parallel: bool) -> None:
     torch.manual_seed(0)
     assert_same_training(
         lambda m: weft.parallelize(
-            m, tensor_parallel(world_size), Plan(MEMORY_RULES[case], sequence_parallel=by_tokens)
+            m, tensor_parallel(world_size), Plan(MEMORY_RULES[case], sequence_parallel=sequence_parallel)
         ),
         Llama(LlamaArgs(dtype=torch.float64)),
         token_loss,
@@ -52,7 +52,7 @@ def test_results_are_unchanged(world_size: int, case: str, by_tokens: bool) -> N
 
 
 @on_ranks(2)
-def test_modules_wrapped_by_rules(world_size: int) -> None:
+def test_rules_wrap_modules(world_size: int) -> None:
     model = weft.parallelize(Llama(LlamaArgs()), tensor_parallel(world_size), MEMORY_RULES["of blocks"])
     assert all(layer.checkpoint_mode == ("full", True) for layer in model.layers)
     assert report(model).notes[0] == "layers.*: recompute, offload, for 2 modules"
@@ -80,8 +80,8 @@ def test_rules_reduce_saved_bytes(world_size: int) -> None:
     assert blocks < attention < plain
 
 
-class Thrice(nn.Module):
-    """A weight, and hidden tensors that several operators save; one is changed in place in between."""
+class SavesRepeatedly(nn.Module):
+    """Several operators save its weight and hidden tensors; one hidden tensor is changed in place in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Thrice(nn.Module):
 
 
 def test_offload_copies_each_activation_once() -> None:
-    module = Thrice()
+    module = SavesRepeatedly()
     x = torch.randn(64, 64)
     module.in_place = False
     expected = torch.autograd.grad(module(x), module.weight)
@@ -115,7 +115,7 @@ def test_offload_copies_each_activation_once() -> None:
 
 
 def test_offload_is_off_in_evaluation_and_compilation() -> None:
-    module, x = Thrice(), torch.randn(64, 64)
+    module, x = SavesRepeatedly(), torch.randn(64, 64)
     expected = module(x)
     offload_activations(module)
     with counted() as count, torch.no_grad():
@@ -131,7 +131,7 @@ def test_offload_is_off_in_evaluation_and_compilation() -> None:
 
 
 def test_offload_with_changed_weights_raises() -> None:
-    """With saved-tensor hooks torch checks no versions, and gradients would be those of the new weight."""
+    """With saved-tensor hooks, torch checks no versions, and the gradients would be those of the new weight."""
     module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     offload_activations(module)
     loss = module(x).sum()
@@ -141,7 +141,7 @@ def test_offload_with_changed_weights_raises() -> None:
         loss.backward()
 
 
-class Sparse(nn.Module):
+class SparseProduct(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.graph, self.weight = torch.eye(4).to_sparse(), nn.Parameter(torch.randn(4, 4))
@@ -151,7 +151,7 @@ class Sparse(nn.Module):
 
 
 def test_offload_skips_sparse_tensors() -> None:
-    module, x = Sparse(), torch.randn(4, 4)
+    module, x = SparseProduct(), torch.randn(4, 4)
     expected = torch.autograd.grad(module(x).square().sum(), module.weight)
     offload_activations(module)
     assert torch.equal(torch.autograd.grad(module(x).square().sum(), module.weight)[0], expected[0])
@@ -159,8 +159,8 @@ def test_offload_skips_sparse_tensors() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [False, True])
-def test_offload_with_gathered_weights(world_size: int, reshard: bool) -> None:
-    """Freeing weights after the forward and gathering them again is no change."""
+def test_offload_with_gathered_weights_matches_unsharded(world_size: int, reshard: bool) -> None:
+    """Freeing weights after the forward and gathering them again does not count as a change of the weights."""
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     torch.manual_seed(0)
     reference = Llama(LlamaArgs(dtype=torch.float64))
@@ -207,7 +207,7 @@ def test_checkpoint_offloads_keywords() -> None:
 
 @pytest.mark.cuda
 def test_offloaded_activations_leave_the_device() -> None:
-    module = Thrice().cuda()
+    module = SavesRepeatedly().cuda()
     x = torch.randn(64, 64, device="cuda")
     module.in_place = False
     expected = torch.autograd.grad(module(x), module.weight)
@@ -219,7 +219,7 @@ def test_offloaded_activations_leave_the_device() -> None:
 
 
 @on_ranks(2)
-def test_errors(world_size: int) -> None:
+def test_conflicting_options_raise(world_size: int) -> None:
     mesh = tensor_parallel(world_size)
     for option in ({"recompute": True}, {"offload": True}, {"precision": "float32"}):
         with pytest.raises(

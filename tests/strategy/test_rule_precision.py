@@ -1,4 +1,4 @@
-"""`precision` in a rule: the module and its submodules compute in it, and no other dtype changes."""
+"""`precision` in a rule: the module and its submodules compute in that dtype, and no other dtype changes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _reference(model: Outer, x: Tensor, dtype: torch.dtype, norm: torch.dtype) -
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precision", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("norm", ["", "float32"])
-def test_precision_of_submodules(world_size: int, stored: torch.dtype, precision: str, norm: str) -> None:
+def test_submodules_compute_in_precision(world_size: int, stored: torch.dtype, precision: str, norm: str) -> None:
     torch.manual_seed(0)
     model, reference = Outer(stored), Outer(stored)
     reference.load_state_dict(model.state_dict())
@@ -90,7 +90,7 @@ def test_precision_of_submodules(world_size: int, stored: torch.dtype, precision
 
 
 @on_ranks(2)
-def test_precision_under_autocast(world_size: int) -> None:
+def test_precision_overrides_autocast(world_size: int) -> None:
     """Autocast is off inside the module; the result keeps its dtype, since autocast accepts any dtype."""
     torch.manual_seed(0)
     model = Outer()
@@ -106,8 +106,8 @@ def test_precision_under_autocast(world_size: int) -> None:
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("family", [Llama, Gpt2])
-def test_precision_of_every_style(world_size: int, family: type[nn.Module]) -> None:
-    """The rules compute in float32 in a float64 model, so errors are float32's; Llama is sequence-parallel as well."""
+def test_every_style_computes_in_precision(world_size: int, family: type[nn.Module]) -> None:
+    """The rules compute in float32 in a float64 model, so errors are as large as float32's; Llama shards sequences."""
     torch.manual_seed(0)
     is_llama = family is Llama
     model = Llama(LlamaArgs(dtype=torch.float64)) if is_llama else Gpt2(dtype=torch.float64)
@@ -120,7 +120,7 @@ def test_precision_of_every_style(world_size: int, family: type[nn.Module]) -> N
     def parallelize(m: nn.Module) -> nn.Module:
         weft.parallelize(m, tensor_parallel(world_size), Plan(plan, sequence_parallel=is_llama))
         distance = (m(TOKENS[0][0]) - exact).abs().max() / exact.abs().max()
-        assert distance > 1e-9, "float32 is not float64"
+        assert distance > 1e-9, "the model must compute in float32"
         return m
 
     assert_same_training(
@@ -134,19 +134,19 @@ def test_precision_of_every_style(world_size: int, family: type[nn.Module]) -> N
 
 
 @on_ranks(2)
-def test_precision_of_a_module_without_weights(world_size: int) -> None:
+def test_module_without_weights_computes_in_precision(world_size: int) -> None:
     model = nn.ModuleDict({"mlp": FeedForward(8, 16), "soft": nn.Softmax(dim=-1)}).bfloat16()
     plan = {"mlp": "column_row_mlp", "soft": {"style": "replicate", "precision": "float32"}}
     weft.parallelize(model, tensor_parallel(world_size), plan)
     x = torch.randn(4, 8, dtype=torch.bfloat16) * 3
     expected = torch.softmax(x.float(), -1).bfloat16()
     seen: list[torch.dtype] = []
-    with _Dtypes(seen):
+    with _SoftmaxDtypes(seen):
         result = model["soft"](x)
     assert torch.equal(result, expected) and seen == [torch.float32]
 
 
-class _Dtypes(TorchDispatchMode):
+class _SoftmaxDtypes(TorchDispatchMode):
     """Records the dtype of softmax's input."""
 
     def __init__(self, seen: list[torch.dtype]) -> None:
@@ -159,7 +159,7 @@ class _Dtypes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Exact(RMSNorm):
+class RecordingNorm(RMSNorm):
     """Records the values of its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,30 +169,32 @@ class Exact(RMSNorm):
 
 @on_ranks(2)
 @pytest.mark.parametrize("reshard", [False, True])
-@pytest.mark.parametrize("of_all", [False, True], ids=["", "of all"])
-def test_fully_sharded_weights_are_gathered_in_their_precision(world_size: int, reshard: bool, of_all: bool) -> None:
+@pytest.mark.parametrize("is_model_float16", [False, True], ids=["", "model in float16"])
+def test_fully_sharded_weights_are_gathered_in_their_precision(
+    world_size: int, reshard: bool, is_model_float16: bool
+) -> None:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
     model = Llama(LlamaArgs())
     for layer in model.layers:
-        layer.attention_norm, layer.ffn_norm = Exact(16, torch.float32), Exact(16, torch.float32)
+        layer.attention_norm, layer.ffn_norm = RecordingNorm(16, torch.float32), RecordingNorm(16, torch.float32)
     values = torch.linspace(1.0, 1.1, 16)  # bfloat16 cannot represent most of them
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "_norm" in name:
                 parameter.copy_(values)
     plan = {MLP: "column_row_mlp", NORM: {"style": "replicate", "precision": "float32"}}
-    plan |= {"": {"style": "replicate", "precision": "float16"}} if of_all else {}
+    plan |= {"": {"style": "replicate", "precision": "float16"}} if is_model_float16 else {}
     weft.parallelize(model, mesh, plan)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     units = apply_fsdp(model, mesh["data_parallel"], reshard_after_forward=reshard, mp_policy=policy)
     assert sorted(units) == ["", "layers.0", "layers.0.ffn_norm", "layers.1", "layers.1.ffn_norm"]
     output = model(TOKENS[0][0])
-    dtype = torch.float16 if of_all else torch.bfloat16
+    dtype = torch.float16 if is_model_float16 else torch.bfloat16
     assert output.dtype == dtype
     for layer in model.layers:
-        assert torch.equal(layer.ffn_norm.seen, values), "as they are kept"
-        assert torch.equal(layer.attention_norm.seen, values.to(dtype)), "as all others are gathered"
+        assert torch.equal(layer.ffn_norm.seen, values), "gathered in the rule's float32"
+        assert torch.equal(layer.attention_norm.seen, values.to(dtype)), "gathered in the dtype of the other weights"
     # The last block and its norm stay gathered after the forward.
     gathered = {"all_gather_into_tensor": 2} if reshard else {}
     collectives_of(output.float().square().mean().backward, {**gathered, "reduce_scatter_tensor": 5})

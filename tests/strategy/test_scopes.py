@@ -1,4 +1,4 @@
-"""Layers of a verified group, called outside of the forward that was verified, take and return full tensors."""
+"""Layers of a verified group, called outside of the forward that was verified, accept and return full tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.strategy import report
 
 
 class Mlp(nn.Module):
-    """Fused; `hidden` calls a layer by itself."""
+    """Fused by plan="auto"; `hidden` and `other` call its layers outside of its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class Attention(nn.Module):
 
 
 class CheckpointedAttention(Attention):
-    """It cannot be compared, so its activations are gathered."""
+    """Verification cannot compare it, so its activations are gathered."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.attend, x, use_reentrant=False)
 
 
 class CheckpointedMlp(Clamped):
-    """Sharded by column and row; the backward runs its code again when its forward is over."""
+    """Sharded by column and row; the backward recomputes its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)

@@ -37,7 +37,7 @@ def test_matches_one_device(world_size: int, rules: Any, optimizer: str) -> None
 
 
 @on_ranks(2, 4)
-def test_layers_with_gathered_output(world_size: int) -> None:
+def test_layers_with_gathered_output_match_one_device(world_size: int) -> None:
     torch.manual_seed(0)
     assert_same_training(
         lambda m: sequence_parallel(m, world_size), Gpt2(dtype=torch.float64), token_loss, TOKENS, "SGD"
@@ -92,7 +92,7 @@ class Biased(nn.Module):
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
-def test_biases_scales_and_token_wise_layers(world_size: int, checkpoint: str) -> None:
+def test_biases_scales_and_token_wise_layers_match_one_device(world_size: int, checkpoint: str) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     rules = {
@@ -132,8 +132,8 @@ TORCH_STYLES = {
 
 
 @on_ranks(1, 2, 4)
-def test_torch_plan(world_size: int) -> None:
-    """A plan as in torch's and Lightning's examples, which divide the numbers of heads themselves."""
+def test_torch_styles_match_one_device(world_size: int) -> None:
+    """The plan is as in torch's and Lightning's examples, whose code divides the numbers of heads."""
 
     def parallelize(model: nn.Module) -> nn.Module:
         for layer in model.layers:
@@ -185,7 +185,7 @@ def test_rule_declares_token_wise_module(world_size: int, option: bool) -> None:
 
 
 @on_ranks(2)
-def test_two_sequence_lengths_before_backward(world_size: int) -> None:
+def test_several_sequence_lengths_match_one_device(world_size: int) -> None:
     """A checkpoint recomputes with its own sequence length, not with that of the last forward."""
     torch.manual_seed(0)
     reference = Llama(LlamaArgs(dtype=torch.float64))
@@ -231,7 +231,7 @@ def test_dropout_mask_follows_global_position(world_size: int) -> None:
     torch.manual_seed(1)
     plain = weft.nn.Dropout(0.5, group_name="")
     torch.randn(2, 10, 8)
-    assert torch.equal(dropped, plain(torch.ones(2, 10, 8))), "one device would drop the same"
+    assert torch.equal(dropped, plain(torch.ones(2, 10, 8))), "one device must drop the same elements"
     model.eval()
     assert torch.equal(model(torch.randn(2, 10, 8)), torch.ones(2, 10, 8))
 
@@ -301,7 +301,7 @@ class UnshardedAttentionBlock(nn.Module):
 
 
 @on_ranks(2)
-def test_fewer_saved_bytes(world_size: int) -> None:
+def test_each_rank_saves_only_its_tokens(world_size: int) -> None:
     """Between the layers of blocks, each rank saves only its own tokens."""
     saved_bytes = {}
     for is_on in (False, True):
@@ -333,7 +333,7 @@ BACKWARD = {"all_gather_into_tensor": 2 * 2 + 1 + 2, "reduce_scatter_tensor": 2 
 
 
 @on_ranks(2)
-def test_collectives(world_size: int) -> None:
+def test_number_of_collectives(world_size: int) -> None:
     torch.manual_seed(0)
     batch, length, dim = 2, 32, 64
     model = sequence_parallel(Llama(LlamaArgs(dim=dim, hidden_dim=128, n_layers=2)), world_size)

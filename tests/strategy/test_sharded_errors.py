@@ -16,7 +16,7 @@ from weft.strategy.modules.sharded_errors import ShardedModuleError
 
 
 class Viewing(nn.Module):
-    """It views the output of a column layer with the full number of features."""
+    """Views the output of a column layer with the full number of features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Viewing(nn.Module):
 
 
 class Reading(nn.Module):
-    """It reads the weight of a layer instead of calling it."""
+    """Reads the weight of a layer instead of calling the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Chain(nn.Module):
     ids=["column alone", "row alone", "column at the end"],
 )
 def test_inconsistent_rules_raise(world_size: int, plan: dict[str, str], message: str) -> None:
-    """They raise before the model changes."""
+    """The rules raise before the model changes."""
     model = Chain()
     with pytest.raises(ValueError, match=message):
         weft.parallelize(model, tensor_parallel(world_size), plan)
@@ -112,11 +112,11 @@ def test_inconsistent_rules_raise(world_size: int, plan: dict[str, str], message
 
 @on_ranks(2)
 def test_column_layer_before_unknown_code_raises(world_size: int) -> None:
-    """The root has no forward, as a LightningModule without one: only its child can be called."""
+    """The root has no forward, like some LightningModules: only its child can be called."""
     mesh = tensor_parallel(world_size)
     with pytest.raises(ValueError, match=r"'chain.second' is column, .* no row layer follows and the model returns it"):
         weft.parallelize(nn.ModuleDict({"chain": Chain()}), mesh, {"chain.second": "column"})
-    # A row layer outside of the child may take the shards.
+    # A row layer outside of the child may accept the shards.
     both = nn.ModuleDict({"chain": Chain(), "head": nn.Linear(8, 4)})
     weft.parallelize(both, mesh, {"chain.second": "column", "head": "row"})
 
@@ -211,7 +211,7 @@ def test_attention_style_divides_its_own_heads() -> None:
 
 
 class WithoutForward(nn.Module):
-    """As a LightningModule whose training step calls its layers."""
+    """Like a LightningModule whose training step calls its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class FailingInCollective(Failing):
 
 @on_ranks(2)
 def test_errors_of_collectives_propagate(world_size: int) -> None:
-    """They name ranks and operation; the styles of layers are no remedy."""
+    """Such errors name ranks and an operation; other styles of layers are no remedy."""
     model = nn.Sequential(FailingInCollective())
     weft.parallelize(model, tensor_parallel(world_size), {"0.up": "column_gather_output"})
     with pytest.raises(weft.PeerLostError, match="ended during all_reduce"):

@@ -32,14 +32,14 @@ def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def class_dim_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the loss of logits of shape (batch, classes, tokens), for which they are gathered."""
+    """Return the loss of logits of shape (batch, classes, tokens), for which the logits are gathered."""
     return nn.CrossEntropyLoss(label_smoothing=0.1)(model(batch[0]).transpose(1, 2), batch[1])
 
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("head", ["vocab_head", "column_gather_output", "gathered by the loss"])
-def test_output_layers(world_size: int, head: str, tied: bool) -> None:
+def test_output_layers_match_unsharded(world_size: int, head: str, tied: bool) -> None:
     """The shards of 37 classes are uneven."""
     torch.manual_seed(0)
     heads = 6 if world_size == 3 else 4
@@ -56,7 +56,7 @@ def test_output_layers(world_size: int, head: str, tied: bool) -> None:
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("linear", [nn.Linear, Conv1D])
-def test_gathered_and_split_layers(world_size: int, linear: type[nn.Module]) -> None:
+def test_gathered_and_split_layers_match_unsharded(world_size: int, linear: type[nn.Module]) -> None:
     torch.manual_seed(0)
     plan = {
         "h.*.attn": "attention",
@@ -98,7 +98,7 @@ class NormedHeads(nn.Module):
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["attention", "rules"])
-def test_head_norms(world_size: int, by_hand: bool) -> None:
+def test_head_norms_match_unsharded(world_size: int, by_hand: bool) -> None:
     torch.manual_seed(0)
     layers = {f"w{each}": "column" for each in "kv"} | {"wo": "row", "q_norm": "replicate_sum_gradients"}
     plan = {"wq": {"style": "column", "heads": "n_heads"}, **layers} if by_hand else {"": "attention"}
@@ -140,7 +140,7 @@ class OwnEmbedding(nn.Embedding):
 
 
 @on_ranks(2)
-def test_embedding_subclasses(world_size: int) -> None:
+def test_embedding_subclasses_match_unsharded_or_raise(world_size: int) -> None:
     torch.manual_seed(0)
     reference = ScaledEmbedding(9, 4, padding_idx=2)
     model = nn.Sequential(copy.deepcopy(reference))
@@ -200,7 +200,7 @@ GATHERED = {
 @on_ranks(2, 3)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("case", [*LOSSES, *GATHERED])
-def test_uses_of_logits(world_size: int, case: str, bias: bool) -> None:
+def test_uses_of_logits_match_unsharded(world_size: int, case: str, bias: bool) -> None:
     model, reference = make_head(world_size, bias)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, 5, 6, dtype=torch.float64, generator=generator)
@@ -277,7 +277,7 @@ def test_logits_hooks_see_gradient(world_size: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
-def test_half_precision_logits(world_size: int, autocast: bool) -> None:
+def test_half_precision_logits_match_unsharded(world_size: int, autocast: bool) -> None:
     model, reference = make_head(world_size, dtype=torch.float32 if autocast else torch.bfloat16)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).to(next(reference.parameters()).dtype)
     target = torch.tensor([0, 4, 10, 7])
@@ -348,13 +348,13 @@ def test_layer_hooks_see_gradient(world_size: int, add: str) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["plain", "fused", "by slices"])
+@pytest.mark.parametrize("kind", ["plain", "fused", "sharded states"])
 def test_step_before_use_of_logits_raises(world_size: int, kind: str) -> None:
     model, _ = make_head(world_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if kind == "fused":
         weft.strategy.fuse(optimizer)
-    elif kind == "by slices":
+    elif kind == "sharded states":
         ShardedStates(optimizer, init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b")).get_group("a"))
     logits = model(torch.randn(4, 6, dtype=torch.float64))
     F.cross_entropy(logits, torch.tensor([0, 4, 10, 7])).backward()

@@ -19,7 +19,7 @@ from weft.strategy.recognition.assignments import Assignments
 
 
 class _Replaced(nn.Module):
-    """Its forward cannot be run on a copy: a forward on the instance may refer to any object."""
+    """Its forward cannot run on a copy: a forward that is an instance attribute may reference any object."""
 
     def __init__(self) -> None:
         super().__init__()
