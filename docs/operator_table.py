@@ -10,7 +10,7 @@ Shapes, counts and sizes are expressions of
     v       size of this rank's shard of the vocabulary
 
 In an expression, the name of a tensor (x, w1, weight, ...; y: the first result) is its number of elements. A message
-token is an empty tensor that stands for a message between stages.
+token is an empty tensor that represents a message between stages.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ _CLASSES = {"computed": {"vocab_start": "rank*v", "vocab_size": "n*v"}, "result"
 
 
 def _pair(name: str, computes: str, *, result: str, along_other: str, **costs: object) -> Operator:
-    """Return the operator with a form for dim 0 of x, and one for another dim, which needs transposing copies."""
+    """Return the operator with a form for dim 0 of x, and a form for another dim, which needs transposing copies.
+
+    `along_other` is the result's shape in the second form.
+    """
     other = {key: costs.pop(key) for key in ("other_forward_peak", "other_backward_peak")}
     first = Form({"x": "T, d"}, result, {"dim": 0}, label="`dim` 0", backward_peak=Size("x"), **costs)
     peaks = {key.removeprefix("other_"): Size(value) for key, value in other.items()}
@@ -81,9 +84,9 @@ def _pair(name: str, computes: str, *, result: str, along_other: str, **costs: o
 def _norm(name: str, computes: str, *, is_layer: bool = False, is_sum: bool = False) -> Operator:
     """Return the operator of a norm.
 
-    The forward saves one number per token, two for a layer norm. The backward sums the parameters' gradients in at most
-    64 blocks of tokens. x and residual get the same gradient tensor; both are leaves here, so that
-    autograd copies it for the second.
+    The forward saves one number per token, and two for a layer norm. The backward sums the parameters' gradients in at
+    most 64 blocks of tokens. x and residual get the same gradient tensor; because both are leaves here, autograd copies
+    the tensor for the second leaf.
     """
     tensors = {"x": "T, d"} | ({"residual": "T, d"} if is_sum else {}) | {"weight": "d"}
     tensors |= {"bias": "d"} if is_layer else {}
@@ -379,7 +382,7 @@ OPERATORS = (
             Form(
                 {"x": "T, d"},
                 "0",
-                label="one without gradient",
+                label="one tensor without gradient",
                 forward={"send": "2"},
                 forward_peak=Size("0", "64"),
             ),
@@ -402,7 +405,7 @@ OPERATORS = (
             Form(
                 {"like": "T, d"},
                 "T, d",
-                label="and `pipeline_wait`, one without gradient",
+                label="and `pipeline_wait`, one tensor without gradient",
                 forward={"recv": "2"},
                 saved=Size("0", "64"),
                 forward_peak=Size("y", "64"),
