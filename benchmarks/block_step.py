@@ -5,9 +5,9 @@
     python benchmarks/block_step.py --device cpu --model tiny --tokens 32    # the same on a CPU
 
 A step is forward, mean squared error, backward, and AdamW with torch's fused kernels. The blocks are those of
-examples/model.py: norms, attention with rotary positions, SwiGLU. weft's plan is for a mesh of one device, so that
-nothing communicates, and its parameters stay plain tensors. Each variant starts from the same weights, and the loss and
-the norm of the first gradients must agree with eager's. Steps are measured in turn with eager's.
+examples/model.py: norms, attention with rotary positions, SwiGLU. weft's plan is applied on a mesh of one device, so
+that nothing communicates and parameters stay plain tensors. Each variant starts from the same weights, and its loss and
+the norm of its first gradients must agree with eager's. The steps of a variant are measured in turn with eager's.
 
 `peak_bytes` is what a step allocates beyond parameters and optimizer states: activations, gradients and temporaries.
 `launches` and `longest_kernels` are of one profiled step; where the profiler fails, `profiler_error` is its message.
@@ -210,12 +210,12 @@ def check_agreement(name: str, row: dict[str, Any], eager: dict[str, Any]) -> No
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda, or cpu")
-    parser.add_argument("--model", default="llama-7b", choices=MODELS, help="its shapes")
+    parser.add_argument("--model", default="llama-7b", choices=MODELS, help="the model whose shapes the blocks have")
     parser.add_argument("--blocks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a sequence")
-    parser.add_argument("--batch", type=int, default=2, help="sequences")
-    parser.add_argument("--samples", type=int, default=10, help="of which a time is the median")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS[1:], default=VARIANTS[1:], help="beside eager")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a batch")
+    parser.add_argument("--samples", type=int, default=10, help="samples of which a time is the median")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS[1:], default=VARIANTS[1:], help="besides eager")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there after every variant")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the trace of one step with weft's plan")

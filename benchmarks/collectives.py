@@ -7,8 +7,8 @@ after a barrier; a sample counts its slowest rank. A run's figure is the median 
 is reported. An all-reduce is also compared with copies. In `memcpy` all ranks copy a tensor of its size at the same
 time: no all-reduce can read its input and write its result faster. But a rank that shares its processor with others
 makes many copies in one time slice, with the caches to itself. So `memcpy_in_step` has a barrier after each copy, to
-synchronize the ranks as a collective does. A reduce-scatter is also compared with weft's all-reduce of as many bytes,
-sampled in turn with it.
+synchronize the ranks as a collective does. A reduce-scatter is also compared with weft's all-reduce of as many bytes;
+their samples are taken in turn.
 """
 
 from __future__ import annotations

@@ -75,17 +75,17 @@ def run_on_ranks(
 ) -> Any:
     """Call `function(*args)` on `num_ranks` fresh processes of one group, each with one thread.
 
-    With the backend "fake" only rank 0 runs; torch's fake process group stands in for the others.
+    With the backend "fake" only rank 0 runs; torch's fake process group simulates the other ranks.
 
     Args:
         function: its result on rank 0 must fit JSON.
-        num_ranks: processes to start; they meet through a file, so no port is taken.
-        args: of the function; the processes are forked and inherit them.
-        timeout_seconds: for all ranks to finish; also the process group's timeout.
-        backend: of the group.
+        num_ranks: the number of processes to start; their rendezvous is a file, so no port is used.
+        args: arguments of the function; the processes are forked and inherit them.
+        timeout_seconds: the limit for all ranks to finish; also the process group's timeout.
+        backend: the group's backend.
 
     Returns:
-        What `function` returned on rank 0.
+        The result of `function` on rank 0.
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised; its traceback is in the text.
@@ -154,8 +154,8 @@ def interleaved_seconds(
     """Return seconds per call of each candidate, sampled in turn, so that machine noise affects all equally.
 
     Collective over the default group. A sample starts after `barrier`, which should release all ranks at almost the
-    same time. It has `calls_per_sample` calls (a number for all candidates, or one for each), and its time is that of
-    the slowest rank. Every second sample takes the candidates in reverse order.
+    same time. A sample has `calls_per_sample` calls (a number for all candidates, or one for each), and its time is
+    that of the slowest rank. Every second sample runs the candidates in reverse order.
     """
     for function in candidates.values():
         for _ in range(warm_up):
@@ -177,5 +177,5 @@ def interleaved_seconds(
 
 
 def median_paired_ratio(numerator: list[float], denominator: list[float]) -> float:
-    """Return the median over the samples of numerator / denominator; each pair is measured at almost the same time."""
+    """Return the median over the samples of numerator / denominator, whose times are measured one after the other."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))

@@ -1,11 +1,11 @@
-"""Ways to compute the same on one device, measured in turn: the figures on which docs/cuda.md decides.
+"""Measures several ways to compute the same result on one device: the figures behind the decisions in docs/cuda.md.
 
     python benchmarks/cuda_candidates.py [--groups NAME ...] [--samples 11] [--json] [--output FILE]
     python benchmarks/cuda_candidates.py --device cpu --scale 64    # the same code on a CPU, with small sizes
 
-Each group has one job and several ways to do it; the first is the one that weft takes. The results of all ways of a
-group must have the same norm; ways may differ in layout. Times are medians of samples taken in turn, as in
-kernels_cuda.py, without the host's launches; `host_ms` is the time that the host needs to launch the way once.
+Each group has one or more jobs, and each job several ways to compute its result; the first way is weft's. The results
+of all ways of a job must have the same norm; ways may differ in layout. Times are medians of samples taken in turn, as
+in kernels_cuda.py, without the host's launches; `host_ms` is the time that the host needs to launch the way once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Sizes:
     def tensor(self, *shape: int, factor: float = 1.0) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16).mul_(factor)
 
-    def of(self, *numbers: int) -> tuple[int, ...]:
+    def scaled(self, *numbers: int) -> tuple[int, ...]:
         return tuple(max(1, number // self.scale) for number in numbers)
 
 
 def gate_and_up(sizes: Sizes, tokens: int, dim: int, hidden: int) -> dict[str, Ways]:
     """Gate and up projections as two products or as one over weights that share storage, forward and backward."""
-    tokens, dim, hidden = sizes.of(tokens, dim, hidden)
+    tokens, dim, hidden = sizes.scaled(tokens, dim, hidden)
     x = sizes.tensor(tokens, dim)
     both = sizes.tensor(2 * hidden, dim, factor=dim**-0.5)
     gate, up = both[:hidden], both[hidden:]
@@ -68,8 +68,8 @@ def gate_and_up(sizes: Sizes, tokens: int, dim: int, hidden: int) -> dict[str, W
 
 
 def weight_gradient(sizes: Sizes, tokens: int, dim: int, hidden: int) -> dict[str, Ways]:
-    """A weight's gradient added to the one of earlier microbatches."""
-    tokens, dim, hidden = sizes.of(tokens, dim, hidden)
+    """A weight's gradient added to that of earlier micro-batches."""
+    tokens, dim, hidden = sizes.scaled(tokens, dim, hidden)
     x, grad = sizes.tensor(tokens, dim), sizes.tensor(tokens, hidden)
     total = sizes.tensor(hidden, dim)
     return {
@@ -81,7 +81,7 @@ def weight_gradient(sizes: Sizes, tokens: int, dim: int, hidden: int) -> dict[st
 
 
 def bias(sizes: Sizes, tokens: int, dim: int, hidden: int) -> dict[str, Ways]:
-    tokens, dim, hidden = sizes.of(tokens, dim, hidden)
+    tokens, dim, hidden = sizes.scaled(tokens, dim, hidden)
     x, w, b = sizes.tensor(tokens, dim), sizes.tensor(hidden, dim, factor=dim**-0.5), sizes.tensor(hidden)
     return {
         "bias": {
@@ -98,7 +98,7 @@ def bias(sizes: Sizes, tokens: int, dim: int, hidden: int) -> dict[str, Ways]:
 
 def gathered_chunks(sizes: Sizes, ranks: int, tokens: int, chunks: int, dim: int, hidden: int) -> dict[str, Ways]:
     """The products of a sequence-parallel layer whose input arrives in chunks of every rank's tokens."""
-    tokens, dim, hidden = sizes.of(tokens, dim, hidden)
+    tokens, dim, hidden = sizes.scaled(tokens, dim, hidden)
     rows = max(1, tokens // ranks // chunks)
     inputs = sizes.tensor(chunks, ranks, rows, dim)
     w = sizes.tensor(hidden, dim, factor=dim**-0.5)
@@ -135,8 +135,8 @@ def gathered_chunks(sizes: Sizes, ranks: int, tokens: int, chunks: int, dim: int
 
 
 def row_blocks(sizes: Sizes, tokens: int, dim: int, hidden: int) -> dict[str, Ways]:
-    """A weight's gradient by blocks of rows, as the optimizers that step in the backward need it."""
-    tokens, dim, hidden = sizes.of(tokens, dim, hidden)
+    """A weight's gradient by blocks of rows, as optimizers that step in the backward by rows compute it."""
+    tokens, dim, hidden = sizes.scaled(tokens, dim, hidden)
     x, grad = sizes.tensor(tokens, dim), sizes.tensor(tokens, hidden)
 
     def by(num_blocks: int) -> Callable[[], object]:
@@ -147,7 +147,7 @@ def row_blocks(sizes: Sizes, tokens: int, dim: int, hidden: int) -> dict[str, Wa
 
 def adamw(sizes: Sizes, count: int, rows: int, dim: int) -> dict[str, Ways]:
     """A fused AdamW step of many slices, slice by slice and in one call."""
-    rows, dim = sizes.of(rows, dim)
+    rows, dim = sizes.scaled(rows, dim)
     slices = [[sizes.tensor(rows, dim) for _ in range(count)] for _ in range(4)]
     parameters, grads, means, squares = slices
     for square in squares:
@@ -177,7 +177,7 @@ def adamw(sizes: Sizes, count: int, rows: int, dim: int) -> dict[str, Ways]:
 
 def loss(sizes: Sizes, tokens: int, dim: int, classes: int) -> dict[str, Ways]:
     """The loss of an output layer, with gradients of its input and weight."""
-    tokens, dim, classes = sizes.of(tokens, dim, classes)
+    tokens, dim, classes = sizes.scaled(tokens, dim, classes)
     x = sizes.tensor(tokens, dim).requires_grad_()
     w = sizes.tensor(classes, dim, factor=dim**-0.5).requires_grad_()
     target = torch.randint(classes, (tokens,), device=sizes.device)
@@ -196,7 +196,7 @@ def loss(sizes: Sizes, tokens: int, dim: int, classes: int) -> dict[str, Ways]:
     return {"linear and cross-entropy": {"chunked": chunked, "full logits": parallel, "torch": plain}}
 
 
-# By name: a function that makes the tensors and ways, which are freed after it is measured.
+# Name of a group -> a function that creates its tensors and ways, which are freed after the group is measured.
 GROUPS: dict[str, Callable[[Sizes], dict[str, Ways]]] = {
     "gate and up, 7b": lambda sizes: gate_and_up(sizes, 8192, 4096, 11008),
     "gate and up, 7b, 8 ranks": lambda sizes: gate_and_up(sizes, 8192, 4096, 1376),
@@ -216,7 +216,7 @@ TOLERANCE = 0.05  # of the norm, for bfloat16
 
 
 def disagreement(ways: Ways) -> str | None:
-    """Return the first way whose norm differs from that of the first way, if there is one."""
+    """Return a text on the first way whose result has another norm than the first way's; None: all norms agree."""
     sums = {}
     for name, call in ways.items():
         result = call()
@@ -260,8 +260,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", help="cuda, or cpu")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="NAME")
-    parser.add_argument("--samples", type=int, default=11, help="of which a time is the median")
-    parser.add_argument("--scale", type=int, default=1, help="by which sizes are divided")
+    parser.add_argument("--samples", type=int, default=11, help="samples of which a time is the median")
+    parser.add_argument("--scale", type=int, default=1, help="number by which sizes are divided")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there after every group")
     args = parser.parse_args()

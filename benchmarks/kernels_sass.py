@@ -75,7 +75,7 @@ def basic_blocks(instructions: Sequence[Instruction]) -> tuple[list[range], list
     idx_of = {address: i for i, (address, _) in enumerate(instructions)}
     targets: dict[int, int] = {}
     ends: set[int] = set()  # instructions after which the next one is not always executed
-    never_next: set[int] = set()  # ... or never
+    never_next: set[int] = set()  # instructions after which the next one is never executed
     for i, (_, text) in enumerate(instructions):
         kind = _opcode(text).split(".")[0]
         if kind not in {"BRA", "BRX", "JMP", "JMX", "EXIT", "RET"}:

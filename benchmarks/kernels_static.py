@@ -100,7 +100,7 @@ def select(kernels: Sequence[Kernel], archs: Sequence[str] | None) -> list[Kerne
 
 
 def widest(kernels: Iterable[Kernel]) -> list[Kernel]:
-    """Return, of the kernels that differ in the width of a pack only, the one with the widest."""
+    """Return the kernel with the widest pack from each set of kernels that differ only in the width of a pack."""
     by_name: dict[tuple[str, str], Kernel] = {}
     for kernel in sorted(kernels, key=_width):
         by_name[kernel.arch, kernel.name.rpartition(" x")[0] or kernel.name] = kernel

@@ -6,7 +6,7 @@
 Every row is a training run on fresh ranks. On CPU an allocator counts their tensors to the byte (docs/memory.md).
 Start-up is the time before the first training step, training is the rest; a figure is the largest of all ranks.
 Figures are reported with the memory model's prediction and the ideal: the prediction for one rank, divided by the
-number of ranks. With --simulate only rank 0 runs, and torch's fake process group stands in for the others: the
+number of ranks. With --simulate only rank 0 runs, and torch's fake process group simulates the other ranks: the
 allocations of a rank do not depend on the values it receives. So one CUDA device shows the device memory of a rank of
 eight: the tensors and, as in the figures of Lightning's documentation on tensor parallelism, cuBLAS's workspaces
 (CUBLAS_WORKSPACE_CONFIG, the same for all columns), without the rank's host memory. Predictions are for CPU ranks,
@@ -38,7 +38,7 @@ import weft
 def measure(
     workload: str, configuration: str, small: bool, device: str, is_simulated: bool, resident: bool
 ) -> list[dict[str, Any]]:
-    """Train on this rank; return the peaks of all ranks, if simulated only of this rank. Collective."""
+    """Train on this rank; return the peaks of all ranks or, if the others are simulated, of this rank. Collective."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
@@ -102,7 +102,7 @@ def row_of(
 
 
 def peak_bytes_of(usage: dict[str, int]) -> int:
-    """Return the total bytes of a peak: of all categories; on CUDA the allocated, not the reserved bytes."""
+    """Return the total bytes of a peak: the sum of all categories; on CUDA the allocated, not the reserved bytes."""
     return usage["allocated"] if "allocated" in usage else sum(usage.values())
 
 
@@ -123,7 +123,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--workloads", nargs="+", default=list(workloads(True)), choices=list(workloads(True)))
     parser.add_argument("--columns", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
-    parser.add_argument("--small", action="store_true", help="sizes for a gate: seconds, not minutes")
+    parser.add_argument("--small", action="store_true", help="small models, which take seconds, not minutes")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON there after every row, too")
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="write results.json, table.md and memory.svg")

@@ -1,4 +1,4 @@
-"""Compares the memory that training takes, the rows of benchmarks/memory.py, with a golden file, to the byte.
+"""Compares the memory of training, the rows of benchmarks/memory.py, with a golden file, to the byte.
 
     python benchmarks/memory_gate.py                       # exit status 1 if a figure differs, even if it is lower,
                                                            # or if the memory model does not predict it

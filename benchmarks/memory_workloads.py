@@ -187,10 +187,9 @@ class Configuration:
     Attributes:
         where: "init": in the LightningModule's constructor; "configure": in `configure_model`; "meta": in
             `configure_model`, on the meta device.
-        options: arguments of weft's strategy; None: Lightning's strategy, and `configure_model` shards
-            the model.
+        options: arguments of weft's strategy; None: Lightning's strategy, and `configure_model` shards the model.
         recomputes: whether MLPs save only their input.
-        wants_blocks: whether the column has only models with blocks.
+        wants_blocks: whether the column is for models with blocks only.
     """
 
     where: str

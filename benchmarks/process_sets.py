@@ -23,9 +23,9 @@ class ProcessSet:
 
     Args:
         function: each rank calls `function(connection, *args)`, which answers each message that it receives.
-        num_ranks: processes to start; they meet through a file.
-        backend: of the default group.
-        args: for the function.
+        num_ranks: the number of processes to start; their rendezvous is a file.
+        backend: the default group's backend.
+        args: further arguments of the function.
     """
 
     def __init__(self, function: Callable[..., None], num_ranks: int, backend: str, *args: Any) -> None:
@@ -40,7 +40,7 @@ class ProcessSet:
             start_method="fork",  # ranks inherit the imported torch; this process has started nothing else
         )
 
-    def ask(self, message: Any) -> list[Any]:
+    def request(self, message: Any) -> list[Any]:
         """Send a message to every rank, and return one answer from each, by rank.
 
         Raises:

@@ -49,14 +49,14 @@ def in_turn(
             sets[name] = ProcessSet(
                 train, num_data * num_tensor, candidate.backend, candidate, size, layout, num_steps, counts_memory
             )
-        losses = {name: _losses(each.ask(NUM_WARM_UP)) for name, each in sets.items()}
+        losses = {name: _losses(each.request(NUM_WARM_UP)) for name, each in sets.items()}
         for name, values in losses.items():
             _check_equal_losses(name, values, losses["stock"])
         seconds: dict[str, list[float]] = {name: [] for name in sets}
         for sample in range(num_samples):
             for name in list(sets) if sample % 2 == 0 else list(sets)[::-1]:
-                seconds[name].append(max(took for took, _ in sets[name].ask(per_sample)) / per_sample)
-        return seconds, {name: each.ask(None)[0] for name, each in sets.items()}
+                seconds[name].append(max(took for took, _ in sets[name].request(per_sample)) / per_sample)
+        return seconds, {name: each.request(None)[0] for name, each in sets.items()}
     finally:
         for each in sets.values():
             each.close()

@@ -42,10 +42,10 @@ def main() -> int:
     start = time.monotonic()
     signal.signal(signal.SIGTERM, _interrupt)
     work = Path(arguments.work).resolve()
-    measured = dict(each.split("=", maxsplit=1) for each in arguments.env)
+    measured_environment = dict(each.split("=", maxsplit=1) for each in arguments.env)
     environment = _environment(None if arguments.installed else work)
     print("Examining the machine.", flush=True)
-    machine = examine({**environment, **measured}, arguments.device)
+    machine = examine({**environment, **measured_environment}, arguments.device)
     for sentence in machine.missing.values():
         print(f"Missing: {sentence}", flush=True)
     options = _options(arguments, machine, work)
@@ -70,7 +70,7 @@ def main() -> int:
         total_seconds=arguments.seconds - (time.monotonic() - start),
         scale=arguments.seconds / TOTAL_SECONDS,
         environment=environment,
-        measured_environment=measured,
+        measured_environment=measured_environment,
         has_package=lambda: arguments.installed or build.has_package(options.build),
     )
     passed = run.run()
@@ -85,17 +85,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="tiny sizes and a few tests: a rehearsal")
     parser.add_argument("--parts", nargs="+", choices=names, default=names, help="run only these")
     parser.add_argument("--installed", action="store_true", help="use the installed weft; do not build")
-    parser.add_argument("--out", default=os.environ.get("OUT", "gpu_results"), metavar="FOLDER", help="of the results")
-    parser.add_argument("--work", default=ROOT / "build" / "gpu", metavar="FOLDER", help="of the build and of logs")
+    parser.add_argument("--out", default=os.environ.get("OUT", "gpu_results"), metavar="FOLDER", help="for the results")
+    parser.add_argument("--work", default=ROOT / "build" / "gpu", metavar="FOLDER", help="for the build and the logs")
     seconds = float(os.environ.get("WEFT_GPU_SECONDS") or TOTAL_SECONDS)
     parser.add_argument("--seconds", type=float, default=seconds, help="limit of all parts together")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="of all parts but the build")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="variable of all parts except the build"
+    )
     parser.add_argument(
         "--page",
         nargs="?",
         const=str(RECORDED),
         metavar="RESULTS",
-        help="only write the page; with the results.json of a run, store that in docs/benchmarks/gpu, too",
+        help="only write the page; RESULTS, the results.json of a run, is stored in docs/benchmarks/gpu first",
     )
     arguments = parser.parse_args()
     for each in arguments.env:
@@ -124,7 +126,7 @@ def _options(arguments: argparse.Namespace, machine: Machine, work: Path) -> Opt
 
 
 def _environment(work: Path | None) -> dict[str, str]:
-    """Return the environment of all parts. `work`: where weft is built; None: it is installed."""
+    """Return the environment of all parts. `work`: the folder where weft is built; None: weft is installed."""
     environment = dict(os.environ)
     folders = [str(build.site_of(work))] if work is not None else []
     folders += [str(ROOT / "benchmarks"), *filter(None, [environment.get("PYTHONPATH")])]
@@ -134,7 +136,7 @@ def _environment(work: Path | None) -> dict[str, str]:
 
 
 def _prepare(work: Path, chosen: list[Part]) -> tuple[str, ...]:
-    """Empty the folder of the parts' own files, but not that of the build; return the names of result files."""
+    """Empty the folder for the parts' files, but not the folder of the build; return the names of result files."""
     shutil.rmtree(work / "parts", ignore_errors=True)
     (work / "parts").mkdir(parents=True)
     return tuple(name for part in chosen for name in part.files)

@@ -3,8 +3,8 @@
     PYTHONPATH=benchmarks python3 -m gpu.build --work build/gpu --architecture 9.0 --jobs 16
 
 The folder WORK/site has the packages as site-packages would: links to the Python files of the source tree, beside the
-compiled libraries. Needs cmake, ninja, a C++20 compiler, nvcc, torch and pybind11; no GoogleTest, because the tests of
-the GPU are Python's.
+compiled libraries. The build needs cmake, ninja, a C++20 compiler, nvcc, torch and pybind11; no GoogleTest, because the
+tests that need the GPU are Python tests.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def site_of(work: Path) -> Path:
 
 
 def has_package(work: Path) -> bool:
-    """Return whether the libraries are built: this process need not have torch, so it does not import them."""
+    """Return whether the libraries are built. Does not import them, because this process may lack torch."""
     return any(site_of(work).glob("weft/lib/libweft_ops.so")) and any(site_of(work).glob("weft/strategy/_plan*.so"))
 
 
@@ -73,7 +73,7 @@ def build_environment(architecture: str | None, environment: dict[str, str]) -> 
 
 
 def slowest_compilations(ninja_log: Path, count: int = 12) -> list[tuple[str, float]]:
-    """Return the outputs with the longest compilation and its wall-clock seconds."""
+    """Return the outputs with the longest compilations, each with the wall-clock seconds of its compilation."""
     if not ninja_log.is_file():
         return []
     seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Calls of each kernel of one device with small odd sizes: full and partial packs, one row, no rows, unaligned storage.
+"""Calls of each single-device kernel with small odd sizes: full and partial packs, no rows, unaligned storage.
 
 `gpu.smoke` compares them with float64 on the CPU, `gpu.sanitizer_suite` runs them under compute-sanitizer.
 """

@@ -18,8 +18,8 @@ from typing import Any
 
 MIN_CMAKE = (3, 28)
 MIN_TORCH = (2, 11)
-SHARING_NCCL = (2, 30)  # lets ranks share a GPU
-# Module: its package. Parts need each of them.
+SHARING_NCCL = (2, 30)  # the first release that lets ranks share a GPU
+# Module -> the package that contains it, for the modules that parts need.
 MODULES = {
     "lightning": "lightning",
     "pytest": "pytest",
@@ -28,7 +28,7 @@ MODULES = {
     "yaml": "pyyaml",
     "pybind11": "pybind11",
 }
-_PYTEST_PLUGINS = ("xdist", "pytest_timeout")  # used if they are there
+_PYTEST_PLUGINS = ("xdist", "pytest_timeout")  # used if they are installed
 _PROBE_SECONDS = 90  # the first import of torch reads gigabytes from a cold disk
 
 # Run by the Python that will run the parts.
@@ -37,7 +37,7 @@ import ctypes, json, torch
 
 
 def nccl_version():
-    "Return the version of the loaded library, which may be another one than torch was built with."
+    "Return the version of the loaded library, which may differ from the one that torch was built with."
     library = ctypes.CDLL(None)
     if not hasattr(library, "ncclGetVersion"):  # it is not preloaded
         with open("/proc/self/maps") as maps:
@@ -77,7 +77,7 @@ class Machine:
 
 
 def examine(environment: Mapping[str, str], device: str = "cuda") -> Machine:
-    """Look for everything that a part may need. `environment` is that of the parts."""
+    """Return the machine's facts, and the requirements of the parts that it lacks. `environment`: that of the parts."""
     machine = Machine(facts=_host_facts())
     _examine_torch(machine, environment, device)
     _examine_tools(machine, environment, device)

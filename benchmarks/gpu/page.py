@@ -8,9 +8,9 @@ from typing import Any
 _INTRODUCTION = """# One GPU
 
 `make gpu` builds weft on a machine with one GPU, runs the parts below one after another, and writes this page. It needs
-no network and no environment: the system's Python with torch for CUDA, Lightning and pytest, and `nvcc`, `cmake` and
-`ninja`. All parts together take at most `WEFT_GPU_SECONDS` (540); each has a limit of its own. Results are written to
-`$OUT` (`gpu_results`) as they come.
+no network and no virtual environment, but a Python with torch for CUDA, Lightning, pytest, hypothesis, numpy, pyyaml
+and pybind11, and `nvcc`, `cmake` and `ninja`. All parts together take at most `WEFT_GPU_SECONDS` (540); each part has a
+limit of its own. The results of a part are written to `$OUT` (`gpu_results`) when it ends.
 
 ```
 make gpu                                                 # on the machine with the GPU
@@ -23,7 +23,7 @@ _NOT_RUN = """
 
 
 def page_of(report: dict[str, Any] | None) -> str:
-    """Return the page of a report as `gpu.results` keeps it; None: of no run."""
+    """Return the page of a run's report, as in results.json. `report` None: the page before the first run."""
     if report is None:
         return _INTRODUCTION + _NOT_RUN
     sections = [_INTRODUCTION, _machine(report), _parts(report)]
@@ -34,7 +34,7 @@ def page_of(report: dict[str, Any] | None) -> str:
             try:
                 text = render(result)
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                # An aborted part leaves a part of its result.
+                # An aborted part leaves an incomplete result.
                 text = f"The result has another form than expected ({type(error).__name__}: {error}).\n"
             sections.append(f"\n## {part['title']}\n\n{text}")
     return "".join(sections)
@@ -141,7 +141,7 @@ def _kernels(result: dict[str, Any]) -> str:
 
 
 def _candidates(result: dict[str, Any]) -> str:
-    text = "The first way of a job is weft's (`python benchmarks/cuda_candidates.py`).\n\n"
+    text = "The first way of each job is weft's (`python benchmarks/cuda_candidates.py`).\n\n"
     cells = []
     for group, jobs in result["groups"].items():
         if "problem" in jobs:
@@ -169,7 +169,7 @@ def _memory(result: dict[str, Any]) -> str:
     text = (
         "Peak GB of allocated device memory of rank 0, the other ranks simulated (`python benchmarks/memory.py`).\n\n"
     )
-    text += table(["workload", "column", *(f"{n} ranks" for n in ranks)], cells)
+    text += table(["workload", "column", *(f"{n} rank{'' if n == 1 else 's'}" for n in ranks)], cells)
     if result.get("failed"):
         text += "\n" + table(
             ["failed row", "error"], [[each["row"], each["error"][-200:]] for each in result["failed"]]

@@ -51,8 +51,8 @@ class Part:
         name: of the part, in results.json and on the command line.
         title: of its section on the page.
         command: what to run, in the repository's root.
-        share_seconds: kept for this part while earlier ones run.
-        most_seconds: the limit if earlier parts leave time unused.
+        share_seconds: the time that is reserved for this part while earlier parts run.
+        most_seconds: the largest limit of this part, if earlier parts leave time unused.
         needs: requirements of `gpu.machine`, without which the part is skipped.
         needs_build: whether it needs the package that the part "build" makes.
         environment: additional variables.
@@ -79,7 +79,7 @@ class Part:
 
 
 def parts(options: Options) -> list[Part]:
-    """Return all parts; those that tell the most in the least time come first."""
+    """Return all parts; those whose results are worth most for their time come first."""
     return [
         _build(options),
         _smoke(options),
@@ -204,7 +204,7 @@ def _candidates(options: Options) -> Part:
     short = ("--scale", "64", "--samples", "2") if options.short else ()
     return Part(
         "candidates",
-        "Ways to compute the same",
+        "Ways to compute the same result",
         _script("cuda_candidates.py", "--device", options.device, *short, "--json", *_output(options, "candidates")),
         share_seconds=15,
         most_seconds=40,

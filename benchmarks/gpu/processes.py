@@ -1,4 +1,4 @@
-"""Commands with a time limit, of which no process outlives the call."""
+"""Runs commands with a time limit; no process of a command outlives the call."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Environment:
     WEFT_GPU_RECORDS: file to which a JSON line is appended for each test.
     WEFT_GPU_PART_SECONDS: the limit, counted from the import of this file.
     WEFT_GPU_RECORDED: results.json of an earlier run, for the expected times; it need not exist.
-    WEFT_GPU_TEST_COUNT: run only so many tests.
+    WEFT_GPU_TEST_COUNT: the number of tests to run; 0: all.
 """
 
 from __future__ import annotations

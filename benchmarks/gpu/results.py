@@ -18,10 +18,10 @@ OWN_FILES = ("results.json", "gpu.md", "log.txt")
 
 
 class Results:
-    """Keeps the report of a run, and writes it after every change, so that an aborted run leaves what it has."""
+    """Writes the report of a run after every change of it, so that an aborted run leaves its results so far."""
 
     def __init__(self, folder: Path, report: dict[str, Any], extra_files: tuple[str, ...] = ()) -> None:
-        """Create the folder, and delete what an earlier run left of the same names."""
+        """Create the folder, and delete files of the same names that an earlier run left."""
         if len(OWN_FILES) + len(extra_files) > MAX_FILES:
             raise ValueError(f"Results: got {len(extra_files)} more files; at most {MAX_FILES - len(OWN_FILES)} fit.")
         self.folder, self.report, self.extra_files = folder, report, extra_files

@@ -20,8 +20,8 @@ _LEAST_SECONDS = 1.0  # a part with less is not started
 def limit_of(index: int, parts: Sequence[Part], remaining: float, scale: float) -> float:
     """Return the seconds that a part may take.
 
-    The shares of later parts are kept for them. Time that earlier parts left unused goes to the next one, up to its
-    `most_seconds`.
+    The shares of later parts are reserved for them. Time that earlier parts left unused is given to the next part, up
+    to its `most_seconds`.
     """
     later = scale * sum(part.share_seconds for part in parts[index + 1 :])
     return min(scale * parts[index].most_seconds, remaining - later)
@@ -31,15 +31,15 @@ class Run:
     """A run of `parts`.
 
     Args:
-        parts: in their order.
-        machine: what the machine has.
-        results: where the report is kept.
+        parts: the parts, in the order in which they run.
+        machine: the machine's facts, and the requirements that it lacks.
+        results: stores and writes the report.
         work: folder for logs and for the parts' own files.
-        total_seconds: for all parts.
-        scale: factor for the parts' shares, which are set for one total time.
-        environment: of every part.
+        total_seconds: the limit of all parts together.
+        scale: factor for the parts' shares and limits, which are set for a total time of TOTAL_SECONDS.
+        environment: the environment of every part.
         measured_environment: additional variables of the parts other than "build".
-        has_package: returns whether weft can be imported; only then parts that need it start.
+        has_package: returns whether weft is built or installed; parts that need weft are skipped if it is not.
     """
 
     def __init__(

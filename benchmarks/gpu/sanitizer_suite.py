@@ -3,8 +3,8 @@
     PYTHONPATH=benchmarks python -m gpu.sanitizer_suite [--device cpu] [--output FILE]
 
 Inputs are made on the CPU and copied, so that few kernels but weft's run. Without torch's caching allocator
-(PYTORCH_NO_CUDA_MEMORY_CACHING, which `gpu.sanitize` sets) each tensor is an allocation of its own, beyond whose end
-memcheck finds accesses.
+(PYTORCH_NO_CUDA_MEMORY_CACHING, which `gpu.sanitize` sets) each tensor is a separate allocation, so that memcheck finds
+accesses beyond its end.
 """
 
 from __future__ import annotations

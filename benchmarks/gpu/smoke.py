@@ -1,9 +1,10 @@
-"""Every operator, and every kernel by itself, on a device against float64 on the CPU: values and gradients.
+"""Compares every operator, and every kernel by itself, on a device with float64 on the CPU: values and gradients.
 
     PYTHONPATH=benchmarks python -m gpu.smoke [--device cpu] [--short] [--output FILE]
 
-An error is the largest difference of a tensor, relative to its largest value or 1. The calls are those of
-tests/ops/operators.py; the arguments are rounded to the dtype first, so that both sides compute from equal numbers.
+An error is the largest difference of a tensor, relative to its largest absolute value or to 1, if that is larger. The
+operators' calls are those of tests/ops/operators.py; the arguments are rounded to the dtype first, so that both sides
+compute from equal numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 4e-2, t
 
 
 def moved(value: object, device: str, dtype: torch.dtype, stays: bool = False) -> object:
-    """Return a tensor, or a list of tensors, on a device; floating-point tensors as leaves of this dtype."""
+    """Return a tensor, or a list of tensors, on a device; floating-point tensors as leaves of this dtype.
+
+    `stays`: whether other tensors stay on their present device.
+    """
     if isinstance(value, list):
         return [moved(each, device, dtype, stays) for each in value]
     if not isinstance(value, Tensor):
@@ -44,7 +48,7 @@ def leaves_of(values: tuple[object, ...]) -> list[Tensor]:
 
 
 def run_operator(call: Call, args: tuple[object, ...]) -> list[Tensor]:
-    """Return the results and the gradients of the arguments, for results' gradients that are exact in every dtype."""
+    """Return the results, and the arguments' gradients from results' gradients that are exact in every dtype."""
     y = call.op(*args, **call.kwargs)
     results = [y] if isinstance(y, Tensor) else list(y)
     grads = [(torch.arange(each.numel()) % 5 - 2).reshape(each.shape).to(each) for each in results]

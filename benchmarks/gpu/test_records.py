@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 _MARKS = re.compile(r"\bmark\.cuda\b|on_device\(\s*\"cuda\"")
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-MAX_FAILURES = 60  # whose texts results.json has; the JUnit file has all
+MAX_FAILURES = 60  # failed tests whose texts are in results.json; the JUnit file has the texts of all
 MAX_TEXT = 4000  # characters of a failure
 
 
@@ -52,7 +52,7 @@ def collect(work: Path, name: str = "tests") -> dict[str, Any] | None:
 
 
 def _seconds_by_function(tests: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the mean seconds of a case by test function, from which the next run takes the order."""
+    """Return the mean seconds of a case by test function, by which the next run orders its tests."""
     seconds: dict[str, list[float]] = {}
     for test in tests:
         if test["outcome"] != "skipped":

@@ -186,7 +186,7 @@ def test_all_parts_but_the_build_pass_on_a_cpu(tmp_path: Path) -> None:
     assert "another form than expected" not in text
     for heading in (
         "Kernels",
-        "Ways to compute the same",
+        "Ways to compute the same result",
         "Memory of a rank",
         "A training step of Llama-shaped blocks",
     ):
