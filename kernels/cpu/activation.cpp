@@ -40,7 +40,7 @@ detail::ActivationJob row_job(const detail::ActivationJob& job, int64_t row_idx)
 struct CpuDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
 
-  // Not at::empty: a trip through the dispatcher costs as much as a small kernel.
+  // Not at::empty: a call through the dispatcher costs as much as a small kernel.
   static at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like) {
     return at::Tensor(at::detail::empty_cpu(sizes, like.scalar_type()));
   }

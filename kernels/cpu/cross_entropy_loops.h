@@ -161,7 +161,7 @@ void run_gradient(const detail::CrossEntropyGradientJob& job, int64_t first, int
         .grad_loss = static_cast<const Scalar*>(job.grad_losses)[row]};
     const int64_t column = job.targets.column(row);
     const int64_t logits_begin = row * job.row_stride;
-    // Read first: an in-place gradient overwrites it.
+    // Read before the loop, because an in-place gradient overwrites it.
     const Scalar target_logit = column < 0 ? Scalar(0) : load(logits[logits_begin + column]);
     for_each_tile(row_begin, row_begin + job.row_size, [&](int64_t begin, int64_t count) {
       const Scalar* tile = reader.read(logits_begin + (begin - row_begin), count);
@@ -180,7 +180,7 @@ void run_gradient(const detail::CrossEntropyGradientJob& job, int64_t first, int
   }
 }
 
-// Both run rows [first, last) of the job.
+// This function and the next one run rows [first, last) of the job.
 void run_cross_entropy_statistics_loops(const detail::CrossEntropyStatisticsJob& job,
                                         int64_t first,
                                         int64_t last) {

@@ -12,23 +12,23 @@
 namespace weft::kernels::cpu {
 
 struct Loops {
-  // Elements [first, last).
+  // Runs elements [first, last).
   void (*activation)(const detail::ActivationJob& job, int64_t first, int64_t last);
-  // Elements [first, last).
+  // Runs elements [first, last).
   void (*dropout)(const detail::DropoutJob& job, int64_t first, int64_t last);
-  // Rows [first, last).
+  // Runs rows [first, last).
   void (*norm_forward)(const detail::NormForwardJob& job, int64_t first, int64_t last);
-  // Rows [first, last). Adds their contribution to the parameters' gradients to `param_sums`,
+  // Runs rows [first, last). Adds their contribution to the parameters' gradients to `param_sums`,
   // [1 or 2, row_size] in the compute type, unless `param_sums` is null.
   void (*norm_backward)(const detail::NormBackwardJob& job,
                         int64_t first,
                         int64_t last,
                         void* param_sums);
-  // Rows [first, last).
+  // Runs rows [first, last).
   void (*cross_entropy_statistics)(const detail::CrossEntropyStatisticsJob& job,
                                    int64_t first,
                                    int64_t last);
-  // Rows [first, last).
+  // Runs rows [first, last).
   void (*cross_entropy_gradient)(const detail::CrossEntropyGradientJob& job,
                                  int64_t first,
                                  int64_t last);

@@ -13,8 +13,8 @@
 // (`params_in_compute_type`).
 //
 // A sum has the same number of lanes for every instruction set, and the lanes are added in one
-// order: results are bitwise equal on every processor, except for fused multiply-adds. The lanes
-// are a vector of the compiler's vector extension. An array would stay in memory, and each addition
+// order, so results are bitwise equal on every processor, except for fused multiply-adds. The lanes
+// are a vector of the compiler's vector extension: an array would stay in memory, and each addition
 // would wait for the previous store.
 namespace weft::kernels::cpu {
 namespace {
@@ -143,8 +143,8 @@ C10_NOINLINE void normalize_tile(const Scalar* __restrict v,
   }
 }
 
-// Accumulates the sums of g and g * n, as in norm_job.h, and the tile's contribution to the
-// gradients of kNumParams parameters: none, weight, or weight and bias.
+// Adds the tile's sums of g and g * n, as in norm_job.h, to `sum_g` and `sum_gn`, and the tile's
+// contribution to the gradients of kNumParams parameters: none, weight, or weight and bias.
 template <typename Scalar, bool kWeight, int kNumParams>
 C10_NOINLINE void gradient_sums_tile(const Scalar* __restrict grad_y,
                                      const Scalar* __restrict v,
@@ -323,7 +323,7 @@ void run_norm_backward(const detail::NormBackwardJob& job,
   }
 }
 
-// Both run rows [first, last) of the job.
+// This function and the next one run rows [first, last) of the job.
 void run_norm_forward_loops(const detail::NormForwardJob& job, int64_t first, int64_t last) {
   switch (job.type) {
     case detail::StorageType::kFloat32:

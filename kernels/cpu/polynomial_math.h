@@ -8,7 +8,7 @@
 #include <utility>
 
 // exp and the normal distribution as straight-line arithmetic that the compiler can vectorise:
-// no table, no branch, no library call. Both are within a few units in the last place.
+// no table, no branch, no library call. Errors are a few units in the last place.
 //
 // Everything here, in tiles.h and in the *_loops.h files has internal linkage. The files that
 // include these headers are compiled for different instruction sets, and with external linkage the
@@ -154,7 +154,7 @@ struct PolynomialMath {
     const Scalar r =
         ((high - exponent * Constants::kLn2High) - exponent * Constants::kLn2Low) + low;
     const Scalar power = Scalar(1) + (r + r * r * polynomial(Constants::kExp, r));
-    // In two steps, because 2^exponent alone may lie outside the normal numbers.
+    // Multiplied in two steps, because 2^exponent may be outside of the normal numbers.
     const Scalar half_exponent = round_to_integer(exponent * Scalar(0.5));
     return power * power_of_two(half_exponent) * power_of_two(exponent - half_exponent);
   }

@@ -55,8 +55,8 @@ __device__ __forceinline__ detail::NormalPoint<float> normal_point(float x) {
   return {x > 0 ? 1 - tail : tail, density * kInverseSqrtTwoPi};
 }
 
-// The same for results that are rounded to a half type: c = 3, the relative error is 2.4e-5, and it
-// takes about two thirds of the instructions.
+// The same for results that are rounded to a half type: with c = 3 and a relative error of 2.4e-5,
+// this version takes about two thirds of the instructions.
 __device__ __forceinline__ detail::NormalPoint<float> rough_normal_point(float x) {
   constexpr float kInverseSqrtTwoPi = 0.39894228040143267793994605993438F;
   constexpr float kCenter = 3.0F;

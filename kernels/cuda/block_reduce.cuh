@@ -44,7 +44,7 @@ __device__ __forceinline__ Scalar block_sum(Scalar value, Scalar* shared) {
       value, Scalar(0), [](Scalar a, Scalar b) { return a + b; }, shared);
 }
 
-// Two values that are reduced together, with the barriers of one.
+// Two values that are reduced together, with the barriers of one reduction.
 template <typename Scalar>
 struct Pair {
   Scalar first;

@@ -50,7 +50,7 @@ void launch_elementwise_width(const Job& job, c10::Device device) {
 }
 
 // Launches on the current stream of `device`, in packs of kVectorBytes if `is_packable`.
-// REQUIRES: the job has elements, and a CUDAGuard for `device` is held.
+// REQUIRES: the job has elements, and a CUDAGuard for `device` is active.
 template <typename Operation, typename Job>
 void launch_elementwise(const Job& job, bool is_packable, c10::Device device) {
   constexpr int kWidth = kVectorBytes / sizeof(typename Operation::Storage);

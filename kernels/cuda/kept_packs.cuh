@@ -25,7 +25,7 @@ __device__ __forceinline__ void for_each_pack(int64_t num_packs, const Visit& vi
 }
 
 // With kPacks > 0, keeps the packs of a row in registers; all their loads are in flight at once.
-// With kPacks = 0, it holds nothing, and get() reads from memory.
+// With kPacks = 0, stores nothing, and get() reads from memory.
 template <typename Storage, int kWidth, int kPacks>
 class KeptPacks {
  public:
@@ -68,7 +68,7 @@ class KeptPacks {
  private:
   static_assert(kPacks == 0 || sizeof(Storage) * kWidth == kVectorBytes);
 
-  // 32-bit words: the compiler copies an array of elements of a half type one element at a time.
+  // Words of 32 bits, because the compiler copies an array of half-type elements one by one.
   struct alignas(kVectorBytes) Words {
     uint32_t values[kVectorBytes / sizeof(uint32_t)];
   };

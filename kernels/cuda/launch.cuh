@@ -28,7 +28,7 @@ inline int num_multiprocessors(c10::Device device) {
   return attribute(cudaDevAttrMultiProcessorCount, device);
 }
 
-// Returns whether all pointers are multiples of kVectorBytes; a null pointer is one.
+// Returns whether all pointers are multiples of kVectorBytes, as null pointers are.
 inline bool is_vector_aligned(std::initializer_list<const void*> pointers) {
   uintptr_t bits = 0;
   for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
@@ -50,8 +50,8 @@ void visit_storage(detail::StorageType type, const Visit& visit) {
   }
 }
 
-// The second argument of __launch_bounds__; 0 leaves the number of registers to the compiler. For
-// float64 it would spill some, to make more threads resident than the arithmetic needs.
+// The second argument of __launch_bounds__; 0 leaves the number of registers to the compiler, which
+// for float64 would spill some, to make more threads resident than the arithmetic needs.
 template <typename Storage>
 inline constexpr int kMinBlocks = std::is_same_v<Storage, double> ? 1 : 0;
 

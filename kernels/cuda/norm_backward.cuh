@@ -11,7 +11,7 @@
 
 namespace weft::kernels::cuda {
 
-// The part of one row that a thread reads.
+// The packs and the statistics of one row that a thread reads.
 template <typename Storage, int kWidth, int kPacks>
 struct BackwardRow {
   using Scalar = ScalarOf<Storage>;
@@ -35,7 +35,7 @@ struct BackwardRow {
 // Each block processes one row at a time. With kPacks > 0 the row stays in registers, and the block
 // loads grad_y and v of its next row while it processes the current one. With kPacks = 0 each
 // thread reads its packs of grad_y and v twice. A block sums its rows' parameter gradients and
-// stores them to its segment of `partial_sums` at the end.
+// stores the sums to its segment of `partial_sums` at the end.
 template <typename Storage, typename Params, int kWidth, int kPacks>
 __global__ void __launch_bounds__(kMaxThreads,
                                   kPacks > 0 ? 1 : kReadingBackwardThreads / kMaxThreads)

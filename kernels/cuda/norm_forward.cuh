@@ -10,9 +10,8 @@
 
 namespace weft::kernels::cuda {
 
-// Each block normalizes one row at a time. With kPacks > 0 the row stays in registers; else it is
-// read up to three times, after the first time from the caches: each thread reads the same packs
-// again.
+// Each block normalizes one row at a time. With kPacks > 0 the row stays in registers. With
+// kPacks = 0 each thread reads its packs up to three times, after the first time from the caches.
 template <typename Storage, typename Params, int kWidth, int kPacks>
 __global__ void __launch_bounds__(kMaxThreads,
                                   kPacks > 0 ? 1 : kReadingForwardThreads / kMaxThreads)
@@ -39,7 +38,7 @@ __global__ void __launch_bounds__(kMaxThreads,
         residuals.get(i, job.residual, begin, residual);
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-          // Rounded as it is stored and as the backward will read it.
+          // Rounded like the stored sum, which the backward will read.
           v[j] = static_cast<Scalar>(static_cast<Storage>(v[j] + residual[j]));
         }
         store_pack<Storage>(job.sum, begin, v);

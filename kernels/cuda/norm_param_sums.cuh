@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-// A block's gradients of weight and bias, summed over its rows, which end in the block's segment of
-// `partial_sums`: scalars [num_params, row_size]. Each column is summed by one thread, so there are
-// no races.
+// Sums a block's gradients of weight and bias over its rows. store() writes the sums to the block's
+// segment of `partial_sums`: scalars [num_params, row_size]. One thread sums each column, so there
+// are no races.
 namespace weft::kernels::cuda {
 
 // Sums in registers: the thread's packs are the same in every row.

@@ -40,7 +40,7 @@ struct NormBackwardJob {
   StorageType type;             // of grad_y, grad_sum, v and grad_v
   bool centered;                // layer norm
   bool params_in_compute_type;  // weight is in scalars; else it is of `type`
-  bool has_bias;                // grad_bias is wanted, besides grad_weight
+  bool has_bias;                // whether to compute grad_bias, besides grad_weight
   int64_t num_rows;
   int64_t row_size;
   const void* grad_y = nullptr;

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
-// The element types of arrays in memory; the compute type (float, or double for kFloat64) may be
-// wider. For code that includes no tensor header.
+// The element types of arrays in memory, for code that includes no tensor header. The compute type
+// (float, or double for kFloat64) may be wider.
 namespace weft::kernels::detail {
 
 enum class StorageType { kFloat32, kFloat64, kBFloat16, kFloat16 };

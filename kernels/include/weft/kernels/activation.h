@@ -21,18 +21,18 @@
 
 namespace weft::kernels::cpu {
 
-// act(x)
+// Returns act(x).
 at::Tensor activation_forward(const at::Tensor& x, Activation activation);
 
-// -> (grad_x, h), with h = act(x) recomputed, so that the forward need not save h.
+// Returns (grad_x, h), where h = act(x) is recomputed, so that the forward need not save it.
 std::tuple<at::Tensor, at::Tensor> activation_backward(const at::Tensor& grad_h,
                                                        const at::Tensor& x,
                                                        Activation activation);
 
-// act(gate) * up: SwiGLU for kSilu, GEGLU for kGelu.
+// Returns act(gate) * up: SwiGLU for kSilu, GEGLU for kGelu.
 at::Tensor gated_forward(const at::Tensor& gate, const at::Tensor& up, Activation activation);
 
-// -> (grad_gate, grad_up, h), with h recomputed.
+// Returns (grad_gate, grad_up, h), where h = act(gate) * up is recomputed.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(const at::Tensor& grad_h,
                                                               const at::Tensor& gate,
                                                               const at::Tensor& up,

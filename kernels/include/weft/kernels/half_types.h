@@ -6,8 +6,8 @@
 // Conversions of the 16-bit types as integer arithmetic without branches, because c10's conversions
 // use instructions or tables that keep a loop from vectorising. Rounding is to nearest even, as in
 // c10.
-// Everything here has internal linkage and is inlined: the including files are compiled for several
-// instruction sets.
+// Everything here has internal linkage and is inlined, because the files that include this header
+// are compiled for several instruction sets.
 #define WEFT_ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace weft::kernels::cpu {
