@@ -35,7 +35,7 @@ test-cpp: build
 test-python: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-# The tests that need a CUDA device, on a CUDA runtime without one: see tests/support/cuda_runtime/README.md.
+# Runs the tests that need a CUDA device on an emulated CUDA runtime: see tests/support/cuda_runtime/README.md.
 test-cuda: build
 	if [ -f build/dev/tests/cuda_runtime/libweft_cuda_runtime.so ]; then \
 	  OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m support.cuda_runtime -m pytest -n $(TEST_JOBS) --dist loadfile \
@@ -65,7 +65,7 @@ docs: build
 	OMP_NUM_THREADS=1 $(PY) docs/generate_verification.py
 	$(PY) benchmarks/gpu --page
 
-# The documentation as a website, in build/site; a warning, such as a dead link, is an error.
+# Builds the documentation as a website in build/site; a warning, such as a dead link, is an error.
 site: $(VENV)/.packages
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
@@ -83,8 +83,8 @@ format: $(VENV)/.packages
 	ruff format .
 	clang-format -i $(CPP)
 
-# Builds a wheel from the sdist against the oldest supported torch, or TORCH, in a separate environment and build folder.
-# Only the environment of the oldest torch has a lock.
+# Builds a wheel from the sdist against the oldest supported torch, or TORCH, in a separate environment and build
+# folder. Only the environment of the oldest torch has a lock.
 $(COMPAT)/.packages: requirements/compat.lock requirements/compat.in requirements/uv.lock
 	$(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
@@ -115,8 +115,8 @@ bench: build
 	$(PY) benchmarks/overlap.py --ranks 4 --json --check
 	$(PY) benchmarks/memory.py --json
 
-# Everything that one GPU can tell, in nine minutes (WEFT_GPU_SECONDS), offline: PYTHON must have torch for CUDA. Results
-# go to $OUT (gpu_results).
+# Builds, tests and measures on a machine with one GPU, offline, in nine minutes (WEFT_GPU_SECONDS). PYTHON must have
+# torch for CUDA. Results are written to $OUT (gpu_results).
 gpu: export PATH := $(SYSTEM_PATH)
 gpu:
 	$(PYTHON) benchmarks/gpu
@@ -135,7 +135,7 @@ soak: build
 mutations: build
 	PYTHONPATH=tests $(PY) tests/soak/kernel_mutations.py --jobs $(JOBS)
 
-# The torch-free part under the thread sanitizer, and under the address and undefined-behaviour sanitizers.
+# Runs the torch-free C++ tests under the thread sanitizer, then under the address and undefined-behaviour sanitizers.
 sanitize: $(VENV)/.packages
 	for kind in tsan asan-ubsan-core; do \
 	  cmake --preset $$kind -DPython_EXECUTABLE=$(abspath $(PY)) && cmake --build build/$$kind --parallel $(JOBS) && \

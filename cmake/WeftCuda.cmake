@@ -5,7 +5,7 @@ if(WEFT_CUDA STREQUAL "OFF")
   return()
 endif()
 
-# Searched only on PATH and below CUDA_HOME and CUDA_PATH, so that a build without CUDA only has to hide nvcc there.
+# nvcc is searched only on PATH and below CUDA_HOME and CUDA_PATH: a build without CUDA only has to hide it there.
 find_program(
   WEFT_NVCC nvcc
   HINTS ENV CUDA_HOME ENV CUDA_PATH
@@ -22,7 +22,7 @@ if(NOT WEFT_NVCC OR NOT WEFT_TORCH_CUDA_LIBRARY OR NOT WEFT_C10_CUDA_LIBRARY)
   return()
 endif()
 
-# Code of another major release of CUDA would load a second CUDA runtime beside torch's.
+# Code that another major release of CUDA compiled would load a second CUDA runtime besides torch's.
 execute_process(COMMAND "${WEFT_NVCC}" --version OUTPUT_VARIABLE nvcc_text COMMAND_ERROR_IS_FATAL ANY)
 if(NOT nvcc_text MATCHES "release ([0-9]+)\\.([0-9]+)")
   message(FATAL_ERROR "${WEFT_NVCC} --version prints no release: put the nvcc of a CUDA toolkit on PATH.")
@@ -37,7 +37,8 @@ if(NOT WEFT_TORCH_CUDA_VERSION MATCHES "^${CMAKE_MATCH_1}\\.")
   return()
 endif()
 
-# TORCH_CUDA_ARCH_LIST in torch's notation: "8.0;9.0+PTX", separated by ; or blanks.
+# Sets OUTPUT to CMake's names of the architectures in TORCH_CUDA_ARCH_LIST, which has torch's notation: "8.0;9.0+PTX",
+# separated by ; or blanks.
 function(weft_cuda_architectures OUTPUT)
   set(list "$ENV{TORCH_CUDA_ARCH_LIST}")
   if(NOT list)

@@ -1,6 +1,6 @@
 # weft_add_test(NAME SOURCES ... [LIBRARIES ...] [PRECOMPILED target]): a GoogleTest executable, registered with ctest.
-# Its files are compiled as one translation unit, because includes take most of the time; so they share an anonymous
-# namespace. PRECOMPILED names a library whose precompiled header the test reuses.
+# The test's files are compiled as one translation unit, because includes take most of the time; so they share an
+# anonymous namespace. PRECOMPILED names a library whose precompiled header the test reuses.
 find_package(GTest 1.12 QUIET)
 if(NOT GTest_FOUND)
   set(googletest_url https://github.com/google/googletest/archive/refs/tags/v1.15.2.tar.gz)

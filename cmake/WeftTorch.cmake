@@ -1,10 +1,10 @@
 # The target weft::torch: headers as SYSTEM, linked to torch_cpu and c10 only. find_package(Torch) is not used: for a
 # CUDA wheel it needs a CUDA toolkit and fails without one.
 #
-# Also installed, for weftConfig.cmake. Uses the torch in WEFT_TORCH_DIR, the folder with its include/ and lib/; if that
-# is empty, the torch of Python_EXECUTABLE, without importing it. Sets WEFT_TORCH_ROOT and WEFT_TORCH_VERSION, or sets
-# WEFT_TORCH_PROBLEM to an error message.
-set(WEFT_TORCH_DIR "" CACHE PATH "Where torch lies; empty: the torch of the Python interpreter")
+# This file is also installed, for weftConfig.cmake. It uses the torch in WEFT_TORCH_DIR, the folder with torch's
+# include/ and lib/; if that is empty, the torch of Python_EXECUTABLE, without importing it. Sets WEFT_TORCH_ROOT and
+# WEFT_TORCH_VERSION, or sets WEFT_TORCH_PROBLEM to an error message.
+set(WEFT_TORCH_DIR "" CACHE PATH "Folder of torch; empty: the torch of the Python interpreter")
 set(WEFT_TORCH_PROBLEM "")
 if(WEFT_TORCH_DIR)
   set(WEFT_TORCH_ROOT "${WEFT_TORCH_DIR}")

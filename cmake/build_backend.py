@@ -1,11 +1,11 @@
 """In-tree PEP 517 backend: setuptools, plus the installed torch as a part of a wheel's identity.
 
-weft is compiled against the torch that is installed, so torch is not a build requirement: an isolated
-build would fetch a second torch and produce a library for the wrong one.
+weft is compiled against the installed torch, so torch is not a build requirement: an isolated build would fetch a
+second torch and produce a library for the wrong one.
 
-A wheel names that torch twice, so that an installer never combines it with another: the local part of its
-version (0.1.0+torch2.15.0) tells wheels in one folder apart, and its requirement is exact (torch==2.15.0).
-An sdist and an editable install have neither: they are built for whichever torch is installed.
+A wheel names its torch twice, so that an installer never combines the wheel with another torch: the local part of its
+version (0.1.0+torch2.15.0) distinguishes wheels in one folder, and its requirement is exact (torch==2.15.0). An sdist
+and an editable install name no release of torch, because each build uses the installed one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _require_torch() -> None:
 
 @contextmanager
 def _for_installed_torch() -> Iterator[None]:
-    """Inside, setup.py makes the metadata of a wheel for the installed release of torch."""
+    """Set WEFT_WHEEL_TORCH, so that setup.py writes the metadata of a wheel for the installed release of torch."""
     _require_torch()
     os.environ["WEFT_WHEEL_TORCH"] = importlib.metadata.version("torch").split("+", maxsplit=1)[0]
     try:

@@ -2,7 +2,7 @@
 # Builds a wheel from an sdist (wheel.sh) against the torch of another environment and installs it there; then builds
 # the C++ tests in the wheel's build folder and runs them and, with the installed wheel, Python tests: those of the
 # wheel, of the operators, the strategy tests that depend most on torch's internals, and the C++ examples.
-# Environment: PYTHON, CMAKE: the interpreter and the cmake of that environment, which has uv, too.
+# Environment: PYTHON, CMAKE: the interpreter and the cmake of that environment, which must also have uv.
 set -eu
 cd "$(dirname "$0")/.."
 build="$PWD/build/compat"

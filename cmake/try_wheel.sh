@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds a wheel for the torch of an environment (wheel.sh) into dist/, installs it into a new environment as a user
-# would, from the folder of wheels, and trains two steps with it on two CPU ranks.
-# Environment: PYTHON: the interpreter of the environment with torch, which has uv, too.
+# Builds a wheel for the torch of an environment (wheel.sh) into dist/, installs the wheel from that folder into a new
+# environment, as a user would, and trains two steps with it on two CPU ranks.
+# Environment: PYTHON: the interpreter of the environment with torch, which must also have uv.
 set -eu
 cd "$(dirname "$0")/.."
 build="$PWD/build/wheel"

@@ -1,7 +1,8 @@
 #!/bin/sh
 # Builds an sdist and, from it alone, a wheel against the torch of an environment.
 # Arguments: the folder for both files; a folder for the unpacked sdist, which is emptied first.
-# Environment: PYTHON: the interpreter of that environment, which has uv, too; WEFT_PRESET and WEFT_BUILD_DIR: see setup.py.
+# Environment: PYTHON: the interpreter of that environment, which must also have uv; WEFT_PRESET and WEFT_BUILD_DIR: see
+# setup.py.
 set -eu
 cd "$(dirname "$0")/.."
 dist="$1"

@@ -85,7 +85,7 @@ def _costs(operator: Operator, form: Form) -> str:
 
 
 def tables() -> str:
-    """Return the generated part of the page."""
+    """Return the two tables: what each operator computes, and the memory and communication of each way to call it."""
     lines = [_row("operator", "computes"), "|---|---|", *map(_facts, OPERATORS), ""]
     titles = "call", "shapes on a rank", "kept for the backward", "collectives or messages, forward + backward"
     lines += [_row(*titles, "peak of the forward", "peak of the backward"), "|---|---|---|---|---|---|"]

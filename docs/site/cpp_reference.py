@@ -20,6 +20,7 @@ The headers of an installed weft, by library. [Use weft from C++](../cpp.md) say
 
 
 def page(root: Path) -> str:
+    """Return the page's Markdown for the headers of the repository at `root`."""
     parts = [_INTRODUCTION]
     for library, folder in LIBRARIES.items():
         parts.append(f"## {library}\n")

@@ -28,7 +28,7 @@ _log = logging.getLogger("mkdocs.weft")
 
 
 def pages_from_repository() -> dict[str, Path]:
-    """Return page -> the file of the repository that it shows."""
+    """Return, for each generated page, the file of the repository that the page shows."""
     pages = {
         "index.md": ROOT / "README.md",
         "changelog.md": ROOT / "CHANGELOG.md",
@@ -68,7 +68,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _neighbour(name: str) -> ModuleType:
-    """Import another file of this folder, which is no package."""
+    """Import another file of this folder, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"weft_site_{name}", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -21,7 +21,7 @@ _PATTERNS = ("*.py", "*.pyi", "py.typed")
 
 
 def lay_out_packages(folder: Path = FOLDER) -> None:
-    """Create `folder` anew."""
+    """Delete `folder`, and create it with links to the sources of all packages."""
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
     shutil.rmtree(folder, ignore_errors=True)
     for name, source in packages.items():
