@@ -4,7 +4,7 @@
 
 Each candidate computes the mean loss of hidden states and an output matrix, forward and backward. `peak` counts the
 bytes of CPU tensors that weft.memory counts, on the rank with the most, without the tensors that existed before (hidden
-states, targets and matrices) and without shared memory; `beside gradients` leaves out the gradients of hidden states
+states, targets and matrices) and without shared memory; `without gradients` leaves out the gradients of hidden states
 and matrix, too. Times are medians of samples taken in turn. The candidates are:
 
 - plain: every rank has the full matrix and F.cross_entropy of all logits;
@@ -95,7 +95,7 @@ def measure(vocab: int, tokens: int, dim: int, num_samples: int) -> dict[str, An
         gradients = tokens * dim * 4 + (matrix if name == "plain" else matrix // dist.get_world_size())
         largest = torch.tensor([extra, extra - gradients])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        rows[name] = {"loss": loss, "peak_bytes": int(largest[0]), "beside_gradients": int(largest[1])}
+        rows[name] = {"loss": loss, "peak_bytes": int(largest[0]), "without_gradients": int(largest[1])}
     seconds = interleaved_seconds(steps, num_samples=num_samples, calls_per_sample=1, warm_up=0)
     for name, times in seconds.items():
         rows[name]["milliseconds"] = round(statistics.median(times) * 1e3, 1)
@@ -105,11 +105,11 @@ def measure(vocab: int, tokens: int, dim: int, num_samples: int) -> dict[str, An
 def failures(rows: dict[str, Any], tokens: int) -> list[str]:
     """Return the limits that are missed, one sentence each: on the fused loss's memory, and on all losses' values.
 
-    Beside the gradients, the fused loss may hold a chunk of logits and some numbers per token.
+    Besides the gradients, the fused loss may hold a chunk of logits and some numbers per token.
     """
     limit = CHUNK_BYTES + 64 * tokens
-    extra = rows["fused"]["beside_gradients"]
-    violations = [] if extra <= limit else [f"fused: {extra} bytes beside the gradients, wanted at most {limit}."]
+    extra = rows["fused"]["without_gradients"]
+    violations = [] if extra <= limit else [f"fused: {extra} bytes without the gradients, wanted at most {limit}."]
     violations += [
         f"{name}: loss {row['loss']} instead of {rows['plain']['loss']}."
         for name, row in rows.items()
@@ -134,9 +134,9 @@ def main() -> int:
         report = {"benchmark": "cross_entropy", "machine": machine_facts(), **sizes, "results": rows}
         print(json.dumps(report, indent=2))
     else:
-        print(f"{'':<14} {'peak MB':>9} {'beside gradients':>17} {'ms':>8}")
+        print(f"{'':<14} {'peak MB':>9} {'without gradients':>17} {'ms':>8}")
         for name, row in rows.items():
-            extra = row["peak_bytes"] / 1e6, row["beside_gradients"] / 1e6
+            extra = row["peak_bytes"] / 1e6, row["without_gradients"] / 1e6
             print(f"{name:<14} {extra[0]:>9.1f} {extra[1]:>17.1f} {row['milliseconds']:>8.1f}")
     violations = failures(rows, args.tokens) if args.check else []
     for sentence in violations:

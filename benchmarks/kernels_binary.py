@@ -18,7 +18,7 @@ from kernels_sass import Code, Function, analyse, parse_sass
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the order of weft::kernels::Activation
 DTYPES = {"float": "float32", "double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
 FAMILIES = {"statistics": "cross_entropy_statistics", "gradient": "cross_entropy_gradient"}
-# Packages that bring cuobjdump, and its folder in them.
+# Packages that contain cuobjdump, and its folder in them.
 PACKAGES = {"nvidia": "cu13/bin", "triton": "backends/nvidia/bin"}
 # What the CUDA driver reserves at the start of a block's shared memory.
 RESERVED_SHARED_BYTES = 1024
@@ -87,7 +87,7 @@ def compiler_of(libraries: Sequence[Path]) -> str:
 def cuobjdump_path() -> str:
     """Return the path of cuobjdump.
 
-    It is searched on PATH, below CUDA_HOME and CUDA_PATH, and in Python packages that bring it, such as Triton.
+    It is searched on PATH, below CUDA_HOME and CUDA_PATH, and in Python packages that contain it, such as Triton.
 
     Raises:
         ValueError: it is in none of these.

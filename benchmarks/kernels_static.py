@@ -7,7 +7,7 @@
 The default library is libweft_ops_cuda.so of the source tree or of the installed package. Without --all, each kernel
 has one row for its dtypes, with the widest pack. docs/cuda.md describes the columns.
 
-The golden file holds for the version of nvcc that it names. For a library that another version compiled, --check
+The golden file is valid for the version of nvcc that it names. For a library that another version compiled, --check
 requires that no kernel spills, and that those with 128-bit loads and stores in the golden file have some.
 """
 

@@ -166,7 +166,7 @@ class Model(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if not self.shards_itself:
             return torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        # On CUDA torch steps a parameter group with one call, which does not support DTensors beside plain tensors.
+        # On CUDA torch steps a parameter group with one call, which does not support DTensors with plain tensors.
         plain = [each for each in self.model.parameters() if not isinstance(each, DTensor)]
         sharded = [each for each in self.model.parameters() if isinstance(each, DTensor)]
         return torch.optim.AdamW([{"params": each} for each in (plain, sharded) if each], lr=3e-3)

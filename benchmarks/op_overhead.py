@@ -2,11 +2,11 @@
 
     python benchmarks/op_overhead.py --ranks 2 [--json] [--check]
 
-Both sides are the module a user gets: FeedForward(d, d) with w1, w2, w3 as DTensors over the ranks, one
-through `weft.parallelize`, one through `parallelize_module` with ColwiseParallel w1, w3 and RowwiseParallel
-w2, with the same weights, one thread per rank. The input requires a gradient, as inside a network. The DTensor
-side runs on gloo, torch's default backend for CPUs; weft's side runs on the weft backend and, to separate the effects
-of the operator and of the backend, on gloo too.
+Each side is the module that a user gets: FeedForward(d, d) with w1, w2, w3 as DTensors over the ranks, on one side by
+`weft.parallelize`, on the other by `parallelize_module` with ColwiseParallel w1, w3 and RowwiseParallel w2, with the
+same weights, one thread per rank. The input requires a gradient, as inside a network. The DTensor side runs on gloo,
+torch's default backend for CPUs; weft's side runs on the weft backend and, to separate the effects of the operator and
+of the backend, on gloo too.
 """
 
 from __future__ import annotations

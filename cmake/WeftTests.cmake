@@ -44,7 +44,7 @@ function(weft_add_test NAME)
     target_compile_options(${NAME} PRIVATE -fPIC)
     target_precompile_headers(${NAME} REUSE_FROM ${TEST_PRECOMPILED})
   endif()
-  # Ranks are threads here and the machine may be small, so libtorch must not start threads of its own.
+  # Ranks are threads here and the machine may be small, so libtorch must not start further threads.
   add_test(NAME ${NAME} COMMAND ${NAME} --gtest_brief=1)
   set_tests_properties(${NAME} PROPERTIES ENVIRONMENT "OMP_NUM_THREADS=1" TIMEOUT 300)
 endfunction()

@@ -22,7 +22,7 @@ from operator_table import OPERATORS, Form, Operator, Size
 PAGE = Path(__file__).with_name("operators.md")
 BEGIN = "<!-- Written by docs/generate_operators.py (`make docs`) from docs/operator_table.py. -->"
 END = "<!-- End of the generated tables. -->"
-SHORT = {
+DISPLAY_NAMES = {  # of collectives and messages, by their names in c10d
     "all_reduce": "all-reduce",
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_tensor": "reduce-scatter",
@@ -52,7 +52,7 @@ def _size(size: Size) -> str:
 
 
 def _counts(counts: dict[str, str]) -> str:
-    words = (f"{count} {SHORT.get(name, name)}{'' if count == '1' else 's'}" for name, count in counts.items())
+    words = (f"{count} {DISPLAY_NAMES.get(name, name)}{'' if count == '1' else 's'}" for name, count in counts.items())
     return ", ".join(words) or "0"
 
 

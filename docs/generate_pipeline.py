@@ -32,8 +32,8 @@ def figures() -> dict[str, str]:
 def page(text: str) -> str:
     """Return the page with new links to the figures between its markers."""
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    what = f"the forwards and backwards of {NUM_RANKS} ranks over time, and the micro-batches in flight"
-    lines = "".join(f"`{kind}`\n\n![Schedule {kind}: {what}](pipeline/{kind}.svg)\n\n" for kind in SCHEDULES)
+    content = f"the forwards and backwards of {NUM_RANKS} ranks over time, and the micro-batches in flight"
+    lines = "".join(f"`{kind}`\n\n![Schedule {kind}: {content}](pipeline/{kind}.svg)\n\n" for kind in SCHEDULES)
     return f"{text[:begin]}\n{lines}{text[end:]}"
 
 

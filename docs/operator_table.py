@@ -202,7 +202,7 @@ OPERATORS = (
     ),
     Operator(
         "sharded_linear",
-        "x weightᵀ + bias, each rank with an x of its own; weight is fully sharded, as with FSDP",
+        "x weightᵀ + bias, for a different x on each rank; weight is fully sharded, as with FSDP",
         (
             Form(
                 _LINEAR,

@@ -2,7 +2,7 @@
 
     PYTHONPATH=benchmarks python3 -m gpu.build --work build/gpu --architecture 9.0 --jobs 16
 
-The folder WORK/site has the packages as site-packages would: links to the Python files of the source tree, beside the
+The folder WORK/site contains the packages like site-packages: links to the Python files of the source tree, next to the
 compiled libraries. The build needs cmake, ninja, a C++20 compiler, nvcc, torch and pybind11; no GoogleTest, because the
 tests that need the GPU are Python tests.
 """

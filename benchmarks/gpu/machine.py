@@ -90,7 +90,7 @@ def examine(environment: Mapping[str, str], device: str = "cuda") -> Machine:
 
 
 def tool(name: str, environment: Mapping[str, str]) -> str | None:
-    """Return the path of a command beside the Python interpreter, where pip puts cmake and ninja, or on PATH."""
+    """Return the path of a command in the Python interpreter's folder, as pip installs cmake and ninja, or on PATH."""
     folders = [str(Path(sys.executable).parent), environment.get("PATH", os.defpath)]
     return shutil.which(name, path=os.pathsep.join(folders))
 

@@ -84,7 +84,7 @@ def main() -> int:
         return 2
     help_text = subprocess.run([sanitizer, "--help"], capture_output=True, text=True, check=False).stdout
     result = run_tool(args.tool, sanitizer, filter_options(help_text), args.output)
-    if not result["calls"]:  # such as an option that this release does not know
+    if not result["calls"]:  # for example, this release does not support an option
         result = run_tool(args.tool, sanitizer, [], args.output)
     args.output.write_text(json.dumps(result))
     return 1 if "problem" in result else 0

@@ -44,7 +44,7 @@ def pages_from_repository() -> dict[str, Path]:
 
 
 def on_startup(command: str, dirty: bool) -> None:
-    """Lay the packages out as in site-packages, where mkdocstrings looks for them as soon as it is configured."""
+    """Lay the packages out as in site-packages, because mkdocstrings looks for them when it is configured."""
     _neighbour("package_layout").lay_out_packages()
 
 

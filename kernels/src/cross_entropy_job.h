@@ -8,8 +8,8 @@
 
 // Describes the statistics and the gradient of rows of logits, one row per token, by sizes and
 // pointers only, so that the code that runs the jobs needs no tensor headers. Pointers are
-// borrowed. Arrays are contiguous, except that the rows of the logits may lie apart. A scalar is a
-// number in the compute type: double for float64, else float.
+// borrowed. Arrays are contiguous, but there may be gaps between the rows of the logits. A scalar
+// is a number in the compute type: double for float64, else float.
 namespace weft::kernels::detail {
 
 // The target of each row, and its column in this shard of the classes.
