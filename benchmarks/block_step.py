@@ -154,7 +154,7 @@ def profiled(step: Callable[[], None], device: torch.device, trace: Path | None)
     rows = [
         (event.key, (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e3, event.count)
         for event in profiler.key_averages()
-        if not event.is_user_annotation  # such as the optimizer's step, whose kernels have rows of their own
+        if not event.is_user_annotation  # such as the optimizer's step, whose kernels have separate rows
         and (not on_device or event.device_type == torch.autograd.DeviceType.CUDA)
     ]
     rows.sort(key=lambda row: -row[1])

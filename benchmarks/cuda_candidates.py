@@ -31,7 +31,7 @@ OPS = torch.ops.weft
 
 
 class Sizes:
-    """Random bfloat16 tensors on the device; `scale` divides the sizes."""
+    """Creates random bfloat16 tensors on the device, and divides sizes by `scale`."""
 
     def __init__(self, device: torch.device, scale: int) -> None:
         self.device, self.scale = device, scale
@@ -139,10 +139,10 @@ def row_blocks(sizes: Sizes, tokens: int, dim: int, hidden: int) -> dict[str, Wa
     tokens, dim, hidden = sizes.scaled(tokens, dim, hidden)
     x, grad = sizes.tensor(tokens, dim), sizes.tensor(tokens, hidden)
 
-    def by(num_blocks: int) -> Callable[[], object]:
+    def in_blocks(num_blocks: int) -> Callable[[], object]:
         return lambda: [rows.t() @ x for rows in grad.chunk(num_blocks, dim=1)]
 
-    return {"blocks of rows": {f"{count} blocks": by(count) for count in (4, 1, 2, 8, 16, 86)}}
+    return {"blocks of rows": {f"{count} blocks": in_blocks(count) for count in (4, 1, 2, 8, 16, 86)}}
 
 
 def adamw(sizes: Sizes, count: int, rows: int, dim: int) -> dict[str, Ways]:
@@ -164,8 +164,8 @@ def adamw(sizes: Sizes, count: int, rows: int, dim: int) -> dict[str, Ways]:
     }
 
     def step(indices: range) -> None:
-        of = [[values[i] for i in indices] for values in (parameters, grads, means, squares)]
-        torch._fused_adamw_(*of, [], [steps[i] for i in indices], **options)
+        selected = [[values[i] for i in indices] for values in (parameters, grads, means, squares)]
+        torch._fused_adamw_(*selected, [], [steps[i] for i in indices], **options)
 
     return {
         f"AdamW of {count} slices": {
@@ -212,7 +212,7 @@ GROUPS: dict[str, Callable[[Sizes], dict[str, Ways]]] = {
     "AdamW, large slices": lambda sizes: adamw(sizes, 8, 2752, 4096),
     "loss, 8b": lambda sizes: loss(sizes, 8192, 4096, 128256),
 }
-TOLERANCE = 0.05  # of the norm, for bfloat16
+TOLERANCE = 0.05  # largest relative difference of norms, for bfloat16
 
 
 def disagreement(ways: Ways) -> str | None:

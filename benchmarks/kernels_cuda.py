@@ -163,7 +163,7 @@ def feed_forwards(
     problem = None
     try:
         steps["compiled"]()
-    except Exception as error:  # such as a Triton without a C compiler: the other figures are still wanted
+    except Exception as error:  # for example, Triton finds no C compiler; the other variants are still measured
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         del steps["compiled"]
     expected = steps["eager"]()

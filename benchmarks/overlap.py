@@ -174,7 +174,7 @@ def print_table(report: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="processes of the group")
-    parser.add_argument("--tokens", type=int, nargs="+", default=NUM_TOKENS, help="of all ranks together")
+    parser.add_argument("--tokens", type=int, nargs="+", default=NUM_TOKENS, help="tokens of all ranks together")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     args = parser.parse_args()

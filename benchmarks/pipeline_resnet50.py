@@ -31,7 +31,7 @@ from weft.strategy.pipeline import Pipeline, balanced_cuts, profile_layers
 from weft.strategy.pipeline.micro_batches import split_batch
 
 BATCH, SIZE, NUM_CLASSES = 32, 128, 1000
-COUNTS = (2, 4, 8, 16)  # of micro-batches
+COUNTS = (2, 4, 8, 16)  # numbers of micro-batches
 TAPERED = ((8, 16, 8), (4, 12, 12, 4))  # batches split into micro-batches of these sizes
 WEFT_SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -132,7 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--dims", type=int, nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--samples", type=int, default=5, help="of each candidate, taken in turn")
+    parser.add_argument("--samples", type=int, default=5, help="samples of each candidate, taken in turn")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     args = parser.parse_args()

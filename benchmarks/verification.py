@@ -21,7 +21,7 @@ from typing import Any
 
 from common import machine_facts
 
-MAX_SHARE = 0.02  # of the start without verification, for a model of 32 or more layers
+MAX_SHARE = 0.02  # largest share of verification in the start without it, for a model of 32 or more layers
 
 
 def start(layers: int, dim: int, tp: int, verify: str) -> None:

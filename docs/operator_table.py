@@ -31,7 +31,7 @@ class Form:
     """One way to call an operator, and its memory and communication."""
 
     tensors: dict[str, str]  # the shape of each tensor argument
-    result: str  # for several results: shape; shape
+    result: str  # the shape of the result; the shapes of several results are separated by semicolons
     options: dict[str, object] = field(default_factory=dict)
     computed: dict[str, str] = field(default_factory=dict)  # options whose values are expressions
     label: str = ""  # difference from the operator's other forms

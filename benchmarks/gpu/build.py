@@ -114,7 +114,7 @@ def build(work: Path, architecture: str | None, jobs: int, output: Path | None) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu", metavar="FOLDER", help="for all outputs")
-    parser.add_argument("--architecture", help="of the GPU, such as 9.0; without it, no CUDA sources are compiled")
+    parser.add_argument("--architecture", help="the GPU's, such as 9.0; without it, no CUDA sources are compiled")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parallel compilers")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the times as JSON")
     args = parser.parse_args()

@@ -13,9 +13,9 @@ from gpu import test_records
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-RECORDED = ROOT / "docs" / "benchmarks" / "gpu" / "results.json"  # of the last run that was committed
+RECORDED = ROOT / "docs" / "benchmarks" / "gpu" / "results.json"  # the results of the last run that was committed
 _TEST_NEEDS = ("pytest", "hypothesis", "lightning")
-TOTAL_SECONDS = 540.0  # for which the shares below are set
+TOTAL_SECONDS = 540.0  # the total time for which the shares and limits below are set
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _pytest(options: Options, name: str, *arguments: str) -> tuple[tuple[str, ..
 def _tests(options: Options) -> Part:
     arguments = ["-m", "cuda"] if options.device == "cuda" else ["-k", "on_cpu"]
     if options.test_jobs > 1:
-        # One test at a time, because the order is by expected time.
+        # Workers get one test at a time, because the tests are ordered by expected time.
         arguments += ["-n", str(options.test_jobs), "--maxschedchunk", "1"]
         if options.has_test_timeout:
             # A hanging kernel cannot be interrupted: the worker ends, and another takes its place.

@@ -12,8 +12,8 @@ from gpu.page import page_of
 
 MAX_FILE_BYTES = 16 * 2**20
 MAX_FILES = 8
-MAX_RESULT_BYTES = 2**20  # of a part in results.json
-_LOG_HEAD_BYTES, _LOG_TAIL_BYTES = 100_000, 900_000  # of a part in log.txt
+MAX_RESULT_BYTES = 2**20  # largest result of a part in results.json
+_LOG_HEAD_BYTES, _LOG_TAIL_BYTES = 100_000, 900_000  # first and last bytes of a part's log that log.txt contains
 OWN_FILES = ("results.json", "gpu.md", "log.txt")
 
 

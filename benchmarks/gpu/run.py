@@ -13,7 +13,7 @@ from gpu.processes import run_limited
 from gpu.results import Results, bounded
 
 PASSED, FAILED, TIMED_OUT, SKIPPED, PENDING = "passed", "failed", "timed out", "skipped", "not run"
-_RESERVE_SECONDS = 5.0  # for reading and writing results
+_RESERVE_SECONDS = 5.0  # reserved for reading and writing results
 _LEAST_SECONDS = 1.0  # a part with less is not started
 
 
