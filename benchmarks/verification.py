@@ -56,9 +56,9 @@ def measure(layers: int, dim: int, tp: int, samples: int) -> dict[str, Any]:
     for sample in range(samples):
         for verify in ("auto", "never") if sample % 2 == 0 else ("never", "auto"):
             command = [sys.executable, __file__, "--start", str(layers), str(dim), str(tp), verify]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            seconds[verify].append(json.loads(done.stdout.splitlines()[-1]))
-    more = [a["assign"] - b["assign"] for a, b in zip(seconds["auto"], seconds["never"], strict=True)]
+            run = subprocess.run(command, check=True, capture_output=True, text=True)
+            seconds[verify].append(json.loads(run.stdout.splitlines()[-1]))
+    additional = [a["assign"] - b["assign"] for a, b in zip(seconds["auto"], seconds["never"], strict=True)]
     start_without = statistics.median(each["start"] for each in seconds["never"])
     return {
         "layers": layers,
@@ -66,10 +66,10 @@ def measure(layers: int, dim: int, tp: int, samples: int) -> dict[str, Any]:
         "tp": tp,
         "assign_verified": statistics.median(each["assign"] for each in seconds["auto"]),
         "assign_unverified": statistics.median(each["assign"] for each in seconds["never"]),
-        "verification": statistics.median(more),
-        "verification_max": max(more),
+        "verification": statistics.median(additional),
+        "verification_max": max(additional),
         "start": start_without,
-        "share": statistics.median(more) / start_without,
+        "share": statistics.median(additional) / start_without,
     }
 
 
