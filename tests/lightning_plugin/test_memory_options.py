@@ -92,7 +92,7 @@ def test_losses_match_baseline(rank: int, world_size: int, tmp_path: Path, optim
 
 @on_ranks(2, keeps_groups=True)
 def test_joined_weights_train_to_the_same_losses(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     expected = _losses(world_size, tmp_path, "SGD")
     for options in ({}, {"optimizer_in_backward": "rows"}, {"plan": RECOMPUTE, "empty_init": True}):
         model = Model("SGD")
@@ -108,7 +108,7 @@ def test_joined_weights_train_to_the_same_losses(rank: int, world_size: int, tmp
 
 @on_ranks(2, keeps_groups=True)
 def test_joined_weights_under_fabric(rank: int, world_size: int) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     results = []
     for joins in (False, True):
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ def test_joined_weights_under_fabric(rank: int, world_size: int) -> None:
 
 @on_ranks(2, keeps_groups=True)
 def test_join_gate_up_raises_where_it_has_no_effect(rank: int, world_size: int, tmp_path: Path) -> None:
-    on_warm_rank(rank, world_size)
+    set_torchrun_environment(rank, world_size)
     with pytest.raises(ValueError, match="join_gate_up=True without a plan that fuses MLPs; pass plan='auto'"):
         WeftModelParallelStrategy(join_gate_up=True)
     strategy = WeftModelParallelStrategy(plan="auto", data_parallel_size=2, join_gate_up=True)
