@@ -1,4 +1,4 @@
-"""The workloads and columns of benchmarks/memory.py; each strategy is used as its documentation shows."""
+"""The workloads and configurations of benchmarks/memory.py; each strategy is used as its documentation shows."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def workloads(small: bool) -> dict[str, Workload]:
 
 @dataclass(frozen=True)
 class Meter:
-    """Reads peaks: on the CPU weft's count by category, on CUDA the allocated and reserved bytes of torch's."""
+    """Reads peaks: on the CPU weft's count by category, on CUDA the allocated and reserved bytes of torch."""
 
     device: str  # "cpu" or "cuda"
 
@@ -182,14 +182,14 @@ def _parallelize(model: nn.Module, mesh: Any) -> None:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A column of the table: a strategy, and how the model is built.
+    """A configuration to measure: a strategy, and how the model is built.
 
     Attributes:
         where: "init": in the LightningModule's constructor; "configure": in `configure_model`; "meta": in
             `configure_model`, on the meta device.
         options: arguments of weft's strategy; None: Lightning's strategy, and `configure_model` shards the model.
         recomputes: whether MLPs save only their input.
-        wants_blocks: whether the column is for models with blocks only.
+        wants_blocks: whether the configuration is for models with blocks only.
     """
 
     where: str

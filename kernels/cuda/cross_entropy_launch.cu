@@ -27,9 +27,10 @@ constexpr int64_t kMaxGridRows = 65535;
 template <typename Storage, int kWidth>
 struct RowPacks {
   __device__ __forceinline__ RowPacks(const Storage* row, int64_t size) {
-    const auto beyond = reinterpret_cast<uintptr_t>(row) % (kWidth * sizeof(Storage));
-    const auto missing = (kWidth - static_cast<int64_t>(beyond / sizeof(Storage))) % kWidth;
-    packs_begin = missing < size ? missing : size;
+    const auto bytes_past_boundary = reinterpret_cast<uintptr_t>(row) % (kWidth * sizeof(Storage));
+    const auto elements_to_boundary =
+        (kWidth - static_cast<int64_t>(bytes_past_boundary / sizeof(Storage))) % kWidth;
+    packs_begin = elements_to_boundary < size ? elements_to_boundary : size;
     packs_end = packs_begin + (size - packs_begin) / kWidth * kWidth;
     row_end = size;
   }
@@ -198,7 +199,8 @@ void launch(const CrossEntropyStatisticsJob& job, c10::Device device, cudaStream
   const int64_t num_packs = packs_of<Storage>(job.row_size);
   int threads = kWarpSize;
   while (threads < kMaxStatisticsThreads && threads * kPacksPerThread < num_packs) threads *= 2;
-  // As many blocks as can be resident: at most 32 per multiprocessor.
+  // At most as many blocks as the threads of a multiprocessor allow, and at most 32 on each. Rows
+  // of float64 need more registers, so that fewer of their blocks are resident.
   const int64_t num_resident =
       int64_t{num_multiprocessors(device)} * std::min(32, kThreadsPerMultiprocessor / threads);
   const auto num_blocks = static_cast<unsigned>(std::min(job.num_rows, num_resident));

@@ -35,8 +35,8 @@ void check_dropout(const at::Tensor& x, const at::Tensor& seed, double p) {
       p >= 0 && p <= 1, kDropout, ": got p ", p, "; pass a probability, from 0 to 1.");
 }
 
-// Checks all arguments except the seed's device. Returns the full size of the sharded dim, or x's
-// number of elements without a dim.
+// Checks all arguments except the seed's device. Returns the full size of the sharded dim; if `dim`
+// is not given, x's number of elements.
 c10::SymInt checked_size(const at::Tensor& x,
                          const at::Tensor& seed,
                          double p,

@@ -28,7 +28,8 @@ constexpr std::string_view kAddLayerNorm = "weft::add_layer_norm";
 
 using YAndSum = std::tuple<at::Tensor, at::Tensor>;
 
-// Checks `param`, the weight or bias of a norm, which autocast does not cast.
+// Checks `param`, a weight or bias. Autocast does not cast these: they may be float32 while x has a
+// half type.
 void check_norm_param(std::string_view op,
                       const at::Tensor& x,
                       const at::Tensor& param,

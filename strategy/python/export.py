@@ -54,24 +54,32 @@ def export_local(model: nn.Module) -> nn.Module:
         if isinstance(parameter, DTensor):
             local = (parameter.full_tensor() if id(parameter) in in_full else parameter._local_tensor).detach().clone()
             memo[id(parameter)] = nn.Parameter(local, requires_grad=parameter.requires_grad)
-    return _restore(copy.deepcopy(model, memo), {})
+    copied = copy.deepcopy(model, memo)
+    # By the copy of a module; of the original, whose weights have the shapes of the unsharded model.
+    full_features = {
+        id(copied.get_submodule(name)): _full_features(module, state)
+        for name, module in model.named_modules()
+        if (state := state_of(module)) is not None
+    }
+    return _restore(copied, full_features, {})
 
 
-def _restore(module: nn.Module, done: dict[int, nn.Module]) -> nn.Module:
+def _restore(
+    module: nn.Module, full_features: dict[int, tuple[int, int] | None], done: dict[int, nn.Module]
+) -> nn.Module:
     """Return the module with its original class, or its replacement; a module with two names is restored once."""
     if id(module) in done:
         return done[id(module)]
     state = state_of(module)
-    full_features = None if state is None else _full_features(module, state)
     if state is not None:
         module.__class__ = state.original_class
         remove_state(module)
         for attribute, value in state.local_attributes:  # a plain copy has no per-forward values
             setattr(module, attribute, value)
-    result = done[id(module)] = module if state is None else _replacement(module, state, full_features)
+    result = done[id(module)] = module if state is None else _replacement(module, state, full_features[id(module)])
     for name, child in result._modules.items():
         if child is not None:
-            result._modules[name] = _restore(child, done)
+            result._modules[name] = _restore(child, full_features, done)
     if isinstance(result, nn.RNNBase):
         result._init_flat_weights()
     return result

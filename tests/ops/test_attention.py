@@ -126,7 +126,7 @@ def _assert_close(actual: Tensor, expected: Tensor, dtype: str, label: str) -> N
 def _compare(
     rank: int, world_size: int, dtype: str, kv: int, fused: bool, bias: bool, shape: tuple[int, ...], **options: Any
 ) -> None:
-    """Take two SGD steps with a block and its reference, and compare every tensor after each step."""
+    """Take two SGD steps with a block and its reference; compare results of each, and the parameters at the end."""
     forward = {name: options.pop(name) for name in ("cos", "sin", "mask") if name in options}
     causal, sequence_dim = options.get("causal", False), options.get("sequence_dim")
     w = _weights(dtype, kv, bias)
@@ -236,14 +236,17 @@ def test_number_of_collectives(rank: int) -> None:
     for kv, fused, bias in [(4, False, True), (2, True, True), (2, False, False)]:
         options = {"group_name": _group(), "kv_group_name": weft.nn.kv_groups(kv, _group()), "bias": bias}
         x = torch.randn(2, 3, 8, requires_grad=True)
-        copies = 0 if kv == 4 else 2 if bias else 1  # the gradients of replicated rows
+        # The gradients of replicated k and v: one all-reduce for their weights, one for their biases.
+        num_further = 0 if kv == 4 else 2 if bias else 1
         block = weft.nn.ParallelAttention(8, 4, kv, fused_qkv=fused, **options)
         y = collectives_of(lambda block=block, x=x: block(x), expected=REDUCE)
-        collectives_of(y.sum().backward, expected={"all_reduce": 1 + copies})
-        collectives_of(lambda block=block, x=x: block(x.detach()).sum().backward(), expected={"all_reduce": 1 + copies})
+        collectives_of(y.sum().backward, expected={"all_reduce": 1 + num_further})
+        collectives_of(
+            lambda block=block, x=x: block(x.detach()).sum().backward(), expected={"all_reduce": 1 + num_further}
+        )
         block = weft.nn.ParallelAttention(8, 4, kv, fused_qkv=fused, sequence_dim=1, **options)
         y = collectives_of(lambda block=block, x=x: block(x), expected=GATHER | SCATTER)
-        summed = {"all_reduce": copies} if copies else {}
+        summed = {"all_reduce": num_further} if num_further else {}
         collectives_of(y.sum().backward, expected={"all_gather_into_tensor": 2} | SCATTER | summed)
 
 

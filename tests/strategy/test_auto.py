@@ -16,6 +16,9 @@ from support.parity import tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy.planning.auto import assign_auto
 from weft.strategy.recognition.assignments import Assignments
+from weft.strategy.verification.dataflow import Group
+from weft.strategy.verification.heads import verdict_on
+from weft.strategy.verification.rehearsal import Call
 
 
 def styles(result: Assignments) -> dict[str, str]:
@@ -119,6 +122,24 @@ def test_attention_with_any_names_is_sharded(names: tuple[str, ...], counted_by:
     }
     assert result.counts == ({} if counted_by is None else {"self_attn": {counted_by: 2}})
     assert result.notes == [] and result.gathered == []
+
+
+def raise_in_backward(_grad: Tensor) -> None:
+    raise RuntimeError("no gradient")
+
+
+class FailingAttention(NamedAttention):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(raise_in_backward)
+        return y
+
+
+def test_failure_on_all_heads_is_reported_as_such() -> None:
+    module, call = FailingAttention(4).double(), Call((torch.randn(2, 3, 16, dtype=torch.float64),), {}, True, 1.0)
+    verdict = verdict_on(module, Group(("q_proj", "k_proj", "v_proj"), "o_proj"), [call], 2, [{}])
+    assert verdict.reason == "its forward or backward fails on all heads (RuntimeError: no gradient)"
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,15 @@ def test_copy_scripts_saves_and_loads(rank: int, world_size: int, case: str, fol
 
 
 @on_ranks(2)
+def test_layers_of_a_copy_have_unsharded_features(world_size: int) -> None:
+    model = nn.Sequential(Gpt2Mlp(8, Conv1D, torch.float32, 0.0))
+    weft.parallelize(model, tensor_parallel(world_size), {"0.c_fc": "column", "0.c_proj": "row"})
+    mlp = weft.export_local(model)[0]
+    assert (mlp.c_fc.in_features, mlp.c_fc.out_features) == (8, 32)
+    assert (mlp.c_proj.in_features, mlp.c_proj.out_features) == (32, 8)
+
+
+@on_ranks(2)
 def test_scripting_parallel_model_raises(world_size: int) -> None:
     model = weft.parallelize(FeedForward(8, 12), tensor_parallel(world_size), {"": "column_row_mlp"})
     for module in (model, nn.Sequential(nn.Identity(), model)):

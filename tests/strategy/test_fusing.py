@@ -321,7 +321,7 @@ class DifferentInTrainMode(Mlp):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (DroppingFunction, "it draws random numbers for all heads, as F.dropout does"),
+        (DroppingFunction, "it draws random numbers in train mode; for all heads, as F.dropout does"),
         (DifferentInTrainMode, "the input of 'fc2' differs by .* of its norm in train mode"),
     ],
 )

@@ -186,8 +186,9 @@ std::string host_identity() {
   // its boot id, this rank would count as one on another host.
   if (boot_id.empty() && errno != ENOENT && errno != 0)
     throw_errno("cannot read the identity of the host");
-  // A rank in another PID namespace could neither open this process's memory nor detect its end;
-  // ranks in different network namespaces, such as containers, count as on different hosts.
+  // Ranks in different PID namespaces, or of different users, can neither open each other's memory
+  // nor detect each other's end, so they count as on different hosts. Ranks in different network
+  // namespaces, as containers usually are, count as on different hosts, too.
   return boot_id + ' ' + read_link("/proc/self/ns/pid") + ' ' + read_link("/proc/self/ns/net") +
          " uid:" + std::to_string(getuid());
 }

@@ -66,7 +66,10 @@ def _argument_names(func: Any) -> set[str]:
 
 @contextmanager
 def deferred_init(min_bytes: int = MIN_BYTES) -> Iterator[None]:
-    """Build a model with deferred parameters; `weft.parallelize` materializes only the shards of each rank.
+    """Build a model with deferred parameters, whose values `weft.parallelize` materializes.
+
+    It materializes only a rank's shards where values can be drawn in chunks (`normal_`, `uniform_`, constants, ...); it
+    materializes replicated parameters, and those of other functions until they are sharded, in full, one at a time.
 
     The values are bitwise those that the model would have without this context: calls are recorded in program order,
     with the state of the random generators, and the generators advance as usual. Code that reads the values of a tensor
@@ -83,7 +86,7 @@ def deferred_init(min_bytes: int = MIN_BYTES) -> Iterator[None]:
     original = init._no_grad_trunc_normal_
 
     def trunc_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # torch's function draws until no value is out of bounds, so the number of draws depends on the values.
+        # Newer versions of torch draw again for values that they reject: the number of draws depends on the values.
         if isinstance(tensor, DeferredTensor):
             return record_in_place(original, tensor, args, kwargs)
         return original(tensor, *args, **kwargs)

@@ -46,7 +46,7 @@ def choose_cuts(
     memory_limit: int | None = None,
     limit_may_fail: bool = False,
 ) -> Choice:
-    """Choose the cuts that minimise the cost of the slowest stage within a memory limit, on this rank alone.
+    """Choose the cuts that minimise the cost of the slowest stage within a memory limit; does not communicate.
 
     Args:
         model: full, with or without values.
@@ -94,7 +94,8 @@ def choose_cuts(
         if not limit_may_fail or memory_limit is None:
             raise
         found = cut(None)
-        remark = f"; by estimate, no cut keeps each stage below the device's {memory_limit / 1e9:.1f} GB"
+        share_of_device = f"{memory_limit / 1e9:.1f} GB, its share of the device's memory"
+        remark = f"; by estimate, no cuts keep each stage within {share_of_device}"
     cuts = tuple(layers[begin].name for begin in found.begins[1:])
     share = max(found.times) / (sum(found.times) or 1)
     text = (
@@ -195,7 +196,7 @@ def _total(outputs: Any) -> Tensor:
 
 
 def _stages_by_call_order(model: nn.Module, cuts: Sequence[str], call_order: Sequence[str]) -> dict[str, int]:
-    """Return the stage by call order of each layer whose stage by registration order is another."""
+    """Return the stages, by call order, of the layers that registration order puts on another stage."""
     stage, called = 0, {}
     for name in call_order:
         stage += name in cuts

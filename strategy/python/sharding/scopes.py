@@ -1,9 +1,10 @@
 """Scopes: the forwards in which column layers may return shards, because row layers take them.
 
-The plan has verified the code between column layers and the row layer that takes their outputs in one forward: that of
-the smallest module that contains all of these layers. Other code (another method, a training step) may call the same
-layers. In such calls column layers gather their output and row layers split their input, which is exact for any code.
-With sequence parallelism, layers have no scope: column layers return shards in all calls.
+The plan verifies (except with verify="never") the code between column layers and their row layer only inside one
+forward, that of the smallest module that contains them all. Other code (another method, a training step) may call the
+same layers. In such calls column layers gather their output and row layers split their input, which is exact for any
+code. Layers of explicit rules, and all layers with sequence parallelism, have no scope: in all calls, column layers
+return shards and row layers take them.
 """
 
 from __future__ import annotations

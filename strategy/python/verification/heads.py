@@ -2,10 +2,10 @@
 
 The layers are a `dataflow.Group`: sources, such as q, k and v, whose outputs flow into a sink, such as o.
 
-The reference is the module's own code with full outputs of the sources, which gathered projections return. It is
-correct for any code. The candidate, for each rank, is the same code with that rank's shard of these outputs, and with
-the head counts that the code reads divided by the number of ranks. The candidate is correct if all values and gradients
-agree with the reference:
+The reference is the module's own code with the full outputs of the sources, which layers of the style
+`column_gather_output` return. It is correct for any code. The candidate, for each rank, is the same code with that
+rank's shard of these outputs, and with the head counts that the code reads divided by the number of ranks. The
+candidate is correct if all values and gradients agree with the reference:
 
     the sink's input, and gradients of source outputs    are that rank's shard of those in the reference
     gradients of parameters between the layers           are equal after a sum over ranks
@@ -38,7 +38,7 @@ Counts = Mapping[str, Mapping[str, int]]  # by name of a module inside the compa
 _TOLERANCE = 1e-9
 _ROUNDED_TOLERANCE = 5e-6  # for code that itself rounds to float32
 _SINK_SEED, _LAYER_SEED, _OUTPUT_SEED = 11, 12, 13  # of cotangents, the random gradients that backwards start from
-_MAX_ELEMENTS = 1 << 24  # of one parameter outside of the linear layers
+_MAX_ELEMENTS = 1 << 24  # of one parameter outside of linear layers, embeddings and convolutions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Verdict:
     has_stored_tensors: whether modules keep tensors of one rank's heads in attributes, which other code may read.
     reason: why the group was not accepted, as the end of a sentence; "" if it was.
     difference: the largest relative difference from the reference; for a rejection, the one that is too large,
-        or 0 if none was measured.
+        or 0 if none was measured or the reason is another one.
     is_compared: False if the group was rejected without a comparison.
     """
 
@@ -102,7 +102,9 @@ def verdict_on(
     ):
         if not _draws_random_numbers(container, calls):
             return dataclasses.replace(rejection, reason=f"{rejection.reason} in train mode")
-        reason = "it draws random numbers for all heads, as F.dropout does; use an nn.Dropout module instead"
+        reason = (
+            "it draws random numbers in train mode; for all heads, as F.dropout does, use an nn.Dropout module instead"
+        )
         return dataclasses.replace(rejection, reason=reason, difference=0.0)
     return rejection
 
@@ -145,8 +147,9 @@ def _compare_candidate(
             return Verdict(False, counts, reason=error.reason, difference=error.difference)
         except Exception as error:  # the user's code may raise anything; the verdict quotes it
             text = (str(error).strip() or "no text").splitlines()[0]
+            heads = "one rank's" if comparison.has_reference else "all"
             return Verdict(
-                False, counts, reason=f"its forward fails on one rank's heads ({type(error).__name__}: {text})"
+                False, counts, reason=f"its forward or backward fails on {heads} heads ({type(error).__name__}: {text})"
             )
         summed |= comparison.summed
         has_stored_tensors |= comparison.has_stored_tensors
@@ -172,6 +175,7 @@ class _Comparison:
         self.group, self.call, self.num_ranks, self.counts = group, call, num_ranks, counts
         self.ranks = range(num_ranks) if ranks is None else ranks
         self.worst = 0.0
+        self.has_reference = False  # whether the reference has run
         self.rounds: bool | None = None  # the cached result of `_rounds_to_float32`
         self.summed: set[str] = set()
         self.dropouts: dict[str, frozenset[ShardedDim]] = {}
@@ -179,9 +183,10 @@ class _Comparison:
         self.cotangents: dict[tuple[int, int, torch.Size], Tensor] = {}
 
     def run(self) -> float:
-        """Return the largest relative difference that is tolerated; raises _Differs for one that is not."""
+        """Return the largest relative difference found; raise _Differs for the first that exceeds the tolerance."""
         full, full_args = self._run({}, {}, None)
         sink_grads, other_grads = self._gradients(full, full_args, None)
+        self.has_reference = True
         self._check_other_inputs(sink_grads, full_args)
         sums: dict[int, Tensor] = {}
         for rank in self.ranks:

@@ -128,10 +128,11 @@ TEST(BackendFromCpp, ThrowsTheErrorClassesOfTheCore) {
 }
 
 TEST(BackendFromCpp, RejectsSeveralHostsWithoutATransport) {
-  // A rank on another host publishes the same text except for the last line, its host's identity.
+  // A rank on another host publishes the same configuration and another identity of its host. The
+  // line between the two, a random number, is used from rank 0 only.
   const auto store = c10::make_intrusive<c10d::HashStore>();
   const auto options = c10::make_intrusive<ops::BackendOptions>();
-  options->timeout = std::chrono::milliseconds(100);  // for the missing rank
+  options->timeout = std::chrono::milliseconds(100);  // without the mismatch, rank 1 is waited for
   std::thread elsewhere([&] {
     const std::vector<uint8_t> published = store->get("host/0");
     std::string other(published.begin(), published.end());

@@ -24,7 +24,8 @@ def run_calls(
 ) -> dict[str, int]:
     """Return the number of calls by outcome, the same on every rank.
 
-    Tensors are moved to `device`. All groups have the backend `backend`, which must be gloo unless `device` is the CPU.
+    Tensors that may be on any device are on `device`. All groups but "gloo" have the backend `backend`, which must be
+    gloo unless `device` is the CPU.
     """
     only_gloo = backend == "gloo"
     alone = [dist.new_group([each], backend=backend) for each in range(world_size)][rank]

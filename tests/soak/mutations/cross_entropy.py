@@ -13,7 +13,9 @@ SHORT = "fewer elements lie outside of the packs than a block has threads, so th
 MUTATIONS = [
     # The division of a row into packs.
     Mutation("packs_alignment", KERNEL, "% (kWidth * sizeof(Storage));", "% (kWidth * sizeof(Storage) / 2);"),
-    Mutation("packs_short_row", KERNEL, "missing < size ? missing : size;", "missing;"),
+    Mutation(
+        "packs_short_row", KERNEL, "elements_to_boundary < size ? elements_to_boundary : size;", "elements_to_boundary;"
+    ),
     Mutation(
         "packs_missing_off_by_one", KERNEL, "(kWidth - static_cast<int64_t>(", "(kWidth + 1 - static_cast<int64_t>("
     ),
