@@ -142,7 +142,7 @@ def test_values_are_bitwise_equal(rank: int, name: str, min_bytes: int) -> None:
 
 @on_ranks(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1,), (17,), (5, 7), (130, 257), (3, 5, 7, 9), (2, 70_001), (70_001, 2)])
+@pytest.mark.parametrize("shape", [(1,), (17,), (5, 7), (300, 1001), (3, 5, 7, 9), (2, 70_001), (70_001, 2)])
 def test_every_shard_of_random_stream_is_bitwise_equal(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """normal_ draws 16 numbers at once, so chunks end at multiples of 16; the sizes lie below and above such ends."""
 
@@ -183,6 +183,22 @@ def test_peak_excludes_full_parameters(rank: int) -> None:
                 assert count.peak() - before <= shard.nbytes + 600_000
                 del shard
                 weft.memory.reset_peak()
+
+
+@on_ranks(1)
+def test_peak_of_replayed_calls(rank: int) -> None:
+    """No more than an operator's input and result exist at a time, and no copy is made of a view."""
+    with counted() as count:
+        with deferred_init():
+            computed = ((torch.randn(500, 1000) * 0.3) + 1).exp()
+            view = torch.randn(1500, 1000)[:500]
+        for tensor, largest in ((computed, 2 * 2_000_000), (view, 6_000_000)):
+            weft.memory.reset_peak()
+            before = count.now()
+            shard, streamed = shard_of(tensor, 0, 100, 50)
+            assert not streamed and shard.shape[0] == 50
+            assert count.peak() - before <= largest + shard.nbytes + 100_000
+            del shard
 
 
 @on_ranks(2, 3)
@@ -290,8 +306,9 @@ def test_kernel_that_reseeds_is_not_chunked(monkeypatch: pytest.MonkeyPatch) -> 
 
     uniform = torch.ops.aten.uniform_.default
     monkeypatch.setattr(stream, "_RANDOM", {uniform, seeded})
-    assert stream.draws_in_chunks(uniform, torch.float32, ())
-    assert not stream.draws_in_chunks(seeded, torch.float32, ())
+    cpu = torch.device("cpu")
+    assert stream.draws_in_chunks(uniform, torch.float32, (), cpu)
+    assert not stream.draws_in_chunks(seeded, torch.float32, (), cpu)
 
 
 @on_ranks(1)
@@ -300,7 +317,7 @@ def test_unchunked_stream_is_materialized_in_full(rank: int) -> None:
     expected = torch.empty(700, 301).bernoulli_(0.3)
     after = torch.rand(5)
     torch.manual_seed(5)
-    key = (torch.ops.aten.bernoulli_.float, torch.float32, (0.3,))
+    key = (torch.ops.aten.bernoulli_.float, torch.float32, (0.3,), torch.device("cpu"))
     before = stream.draws_in_chunks(*key)
     stream._known_results[key] = False
     try:

@@ -23,24 +23,33 @@ def is_deferred(value: object) -> TypeGuard[DeferredTensor]:
 
 def full_value_of(tensor: DeferredTensor) -> Tensor:
     """Return the full tensor, in a new storage; the deferred tensor does not change."""
+    value = _value_of(tensor)
+    is_new = storage_of(tensor.meta) not in tensor.tape.materialized
+    holds_more = value.untyped_storage().nbytes() != value.numel() * value.element_size()
+    return value if is_new and not holds_more else value.clone(memory_format=torch.preserve_format)
+
+
+def _value_of(tensor: DeferredTensor) -> Tensor:
+    """Return the full tensor, which may share its storage with others."""
     storage = storage_of(tensor.meta)
     if storage in tensor.tape.materialized:
-        materialized = tensor.tape.materialized[storage]
-        value = materialized.as_strided(tensor.meta.shape, tensor.meta.stride(), tensor.meta.storage_offset())
-        return value.clone(memory_format=torch.preserve_format)
+        materialized = tensor.tape.materialized[storage].detach()
+        return materialized.as_strided(tensor.meta.shape, tensor.meta.stride(), tensor.meta.storage_offset())
     [value] = tensor.tape.replay([tensor.meta])
-    holds_more = value.untyped_storage().nbytes() != value.numel() * value.element_size()
-    return value.detach().clone(memory_format=torch.preserve_format) if holds_more else value.detach()
+    return value.detach()
 
 
 def shard_of(tensor: DeferredTensor, dim: int, start: int, length: int) -> tuple[Tensor, bool]:
-    """Return (`narrow(dim, start, length)` of the values, contiguous; whether no full tensor was made for it)."""
-    if storage_of(tensor.meta) not in tensor.tape.materialized and tensor.device.type == "cpu":
+    """Return (`narrow(dim, start, length)` of the values, contiguous; whether no full tensor was made for it).
+
+    A full tensor that was made for it is freed on return.
+    """
+    if storage_of(tensor.meta) not in tensor.tape.materialized:
         with torch.no_grad():
-            made = stream.shard(tensor.tape, tensor.meta, dim, start, length)
+            made = stream.shard(tensor.tape, tensor.meta, tensor.device, dim, start, length)
         if made is not None:
             return made, True
-    return full_value_of(tensor).narrow(dim, start, length).clone(memory_format=torch.contiguous_format), False
+    return _value_of(tensor).narrow(dim, start, length).clone(memory_format=torch.contiguous_format), False
 
 
 def materialize(module: nn.Module) -> list[str]:

@@ -1,9 +1,19 @@
 """Materializes shards of a randomly initialised tensor: draws it in chunks, without the full tensor in memory.
 
 A call that fills a contiguous range element by element draws the same values in chunks if each chunk but the last is
-a multiple of 16 elements long and the last has at least 16 (normal_ transforms 16 numbers at once, and draws the last
-16 of a range again). This does not hold for kernels that seed their own stream in each call, as MKL's bernoulli_ on
-Intel's processors does. So each kind of call is tried before use.
+a multiple of a unit long and the last has at least 16 elements.
+
+On a CPU the unit is 16 elements: normal_ transforms 16 numbers at once, and draws the last 16 of a range again. This
+does not hold for kernels that seed their own stream in each call, as MKL's bernoulli_ on Intel's processors does.
+
+On CUDA the unit is what all threads of a full grid draw at once (ATen/native/cuda/DistributionTemplates.h). Thread t
+has the Philox subsequence t. In its k-th turn it draws four 32-bit numbers from the generator's offset plus 4k, for the
+elements k * unit + t, + t + number of threads, and so on. A call increases the offset by 4 for each turn, so a chunk
+that begins at a multiple of the unit continues the stream. A last chunk with fewer elements than threads has a smaller
+grid, but each of its threads draws one element, the first of a turn, in both cases. Calls on more than 2 GiB are split
+by ATen in halves with streams of their own, so they are not drawn in chunks.
+
+Each kind of call is tried before it is drawn in several chunks.
 """
 
 from __future__ import annotations
@@ -83,8 +93,8 @@ _VIEWS = {
     aten.squeeze.dim,
     aten.expand.default,
 }
-_CHUNK = 1 << 16  # elements
-_MAX_CHUNK = 1 << 22  # elements
+_CHUNK = 1 << 16  # elements, if that is a multiple of the unit
+_MAX_CUDA_BYTES = (1 << 31) - 1  # of a call that ATen does not split
 
 
 @dataclass(frozen=True)
@@ -96,59 +106,106 @@ class _Write:
     end: int
 
 
-_known_results: dict[tuple[Any, torch.dtype, tuple[Any, ...]], bool] = {}
+_known_results: dict[tuple[Any, torch.dtype, tuple[Any, ...], torch.device], bool] = {}
 
 
-def draws_in_chunks(function: Any, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
-    """Return whether drawing a contiguous tensor in chunks gives the values and generator state of a single call.
+def unit_of(device: torch.device) -> int:
+    """Return the unit of chunks of a random call on a device, in elements: see the top of this file."""
+    if device.type == "cpu":
+        return 16
+    properties = torch.cuda.get_device_properties(device)
+    threads_per_block, numbers_per_turn = 256, 4  # float64 has two numbers in a turn, and half of this unit
+    blocks = properties.multi_processor_count * (properties.max_threads_per_multi_processor // threads_per_block)
+    return blocks * threads_per_block * numbers_per_turn
+
+
+def is_drawn_in_chunks(function: Any, args: tuple[Any, ...], target: Tensor, device: torch.device) -> bool:
+    """Return whether a random call on `target`, a meta tensor that represents one on `device`, is drawn in chunks.
 
     Args:
         args: the arguments of the call after the tensor.
     """
+    if function not in _RANDOM or device.type not in ("cpu", "cuda") or not target.is_contiguous():
+        return False
+    if device.type == "cuda" and target.numel() * target.element_size() > _MAX_CUDA_BYTES:
+        return False
+    is_one_chunk = target.numel() <= _chunk_size(unit_of(device))
+    return is_one_chunk or draws_in_chunks(function, target.dtype, args, device)
+
+
+def draws_in_chunks(function: Any, dtype: torch.dtype, args: tuple[Any, ...], device: torch.device) -> bool:
+    """Return whether drawing a contiguous tensor in chunks gives the values and generator state of a single call.
+
+    Args:
+        args: the arguments of the call after the tensor.
+        device: with its index.
+    """
     if function not in _RANDOM:
         return False
-    key = (function, dtype, args)
+    key = (function, dtype, args, device)
     if key not in _known_results:
-        # A chunk of a multiple of 16 elements and a last one of more than 16, against one call for both.
-        _known_results[key] = _drawn(function, dtype, args, 85) == _drawn(function, dtype, args, 48, 37)
+        # A chunk of a multiple of the unit and a last one of more than 16 elements, against one call for both.
+        unit = unit_of(device)
+        sizes = (max(48 // unit, 1) * unit, 37)
+        in_one_call = _drawn(function, dtype, args, device, (sum(sizes),))
+        _known_results[key] = in_one_call == _drawn(function, dtype, args, device, sizes)
     return _known_results[key]
 
 
-def _drawn(function: Any, dtype: torch.dtype, args: tuple[Any, ...], *sizes: int) -> tuple[bytes, ...]:
+def _drawn(
+    function: Any, dtype: torch.dtype, args: tuple[Any, ...], device: torch.device, sizes: tuple[int, ...]
+) -> tuple[bytes, ...]:
     """Return the bits of a tensor drawn in ranges of these sizes, and the generator's state afterwards."""
-    generator = torch.Generator("cpu").manual_seed(1)
-    full = torch.empty(sum(sizes), dtype=dtype, device="cpu")
+    generator = torch.Generator(device).manual_seed(1)
+    full = torch.empty(sum(sizes), dtype=dtype, device=device)
     for chunk in full.split(sizes):
         function(chunk, *args, generator=generator)
-    return tuple(values.view(torch.uint8).numpy().tobytes() for values in (full, generator.get_state()))
+    return tuple(values.cpu().view(torch.uint8).numpy().tobytes() for values in (full, generator.get_state()))
 
 
-def chunks(num_elements: int, multiple_of: int = 16) -> Iterator[tuple[int, int]]:
-    """Yield the ranges (first, end) of a chunked random call, in elements.
+def _chunk_size(unit: int) -> int:
+    return max(1, _CHUNK // unit) * unit
 
-    They begin at multiples of `multiple_of`, which must be a multiple of 16.
-    """
-    size = max(1, _CHUNK // multiple_of) * multiple_of
+
+def chunks(num_elements: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges (first, end) of a chunked random call, in elements."""
     first = 0
     while first < num_elements:
-        end = first + size
+        end = first + _chunk_size(unit)
         if num_elements - end < 16:
             end = num_elements
         yield first, end
         first = end
 
 
-def skip(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: Tensor) -> None:
-    """Advance the generator as a random call on a contiguous tensor of the size of `like` would."""
-    for first, end in chunks(like.numel()):
-        function(torch.empty(end - first, dtype=like.dtype), *args, **kwargs)
+def _draw_chunks(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_elements: int, like: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """Make a random call on a contiguous tensor with the dtype and device of `like`, in chunks.
+
+    Yields:
+        The index of a chunk's first element, and the values, which the next chunk overwrites.
+    """
+    ranges = list(chunks(num_elements, unit_of(like.device)))
+    buffer = like.new_empty(max((end - first for first, end in ranges), default=0))
+    for first, end in ranges:
+        values = buffer[: end - first]
+        function(values, *args, **kwargs)
+        yield first, values
 
 
-def shard(tape: Tape, meta: Tensor, dim: int, start: int, length: int) -> Tensor | None:
+def skip(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: Tensor, device: torch.device) -> None:
+    """Advance the generator as a random call on a contiguous tensor on `device`, as `meta` describes it, would."""
+    for _ in _draw_chunks(function, args, kwargs, meta.numel(), torch.empty(0, dtype=meta.dtype, device=device)):
+        pass
+
+
+def shard(tape: Tape, meta: Tensor, device: torch.device, dim: int, start: int, length: int) -> Tensor | None:
     """Return `narrow(dim, start, length)` of the values of `meta`, contiguous; None if that requires the full tensor.
 
     Args:
         meta: must be contiguous and cover all of its storage; else the result is None.
+        device: of the tensor that `meta` represents.
     """
     if not meta.is_contiguous() or meta.untyped_storage().nbytes() != meta.numel() * meta.element_size():
         return None
@@ -161,12 +218,12 @@ def shard(tape: Tape, meta: Tensor, dim: int, start: int, length: int) -> Tensor
     initial, writes = found
     if not all(_applies_to_shard(write, outer, row) for write in writes):
         return None
-    result = torch.empty(outer, length, inner, dtype=meta.dtype)
+    result = torch.empty(outer, length, inner, dtype=meta.dtype, device=device)
     if initial is not None:
         result.fill_(initial)
     for write in writes:
         if write.entry.random is not None:
-            _draw(write, result, meta.shape[dim], start, inner)
+            _draw(write, result, row, start, inner)
         else:
             _apply(write, result, row, start, inner)
     return result.view(*meta.shape[:dim], length, *meta.shape[dim + 1 :])
@@ -209,8 +266,11 @@ def _write_of(entry: Entry, meta: Tensor) -> _Write | None:
         return None
     if any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in entry.args[1:]):
         return None
-    if function in _RANDOM and not draws_in_chunks(function, target.dtype, entry.args[1:]):
-        return None
+    if entry.random is not None:
+        # An explicit index: the device of a deferred tensor may have none.
+        device = entry.random.generator.device
+        if not is_drawn_in_chunks(function, entry.args[1:], target, device):
+            return None
     first = target.storage_offset()
     return _Write(entry, first, first + target.numel())
 
@@ -232,12 +292,10 @@ def _overwrites(function: Any) -> bool:
 def _applies_to_shard(write: _Write, outer: int, row: int) -> bool:
     """Return whether a call can be applied to a shard of a tensor of `outer` rows of `row` elements.
 
-    With several rows, the call's range must consist of full rows; a random call is drawn in chunks of full rows, and
-    the smallest possible chunk must not exceed `_MAX_CHUNK`. A shard of a single row is a contiguous range.
+    With several rows, the range of an elementwise call must consist of full rows. A shard of a single row is
+    a contiguous range.
     """
-    if outer > 1 and (write.first % row or write.end % row):
-        return False
-    return outer == 1 or write.entry.random is None or math.lcm(row, 16) <= _MAX_CHUNK
+    return outer == 1 or write.entry.random is not None or (write.first % row == 0 and write.end % row == 0)
 
 
 def _apply(write: _Write, result: Tensor, row: int, start: int, inner: int) -> None:
@@ -251,25 +309,41 @@ def _apply(write: _Write, result: Tensor, row: int, start: int, inner: int) -> N
     write.entry.function(elements, *write.entry.args[1:], **write.entry.kwargs)
 
 
-def _draw(write: _Write, result: Tensor, size: int, start: int, inner: int) -> None:
+def _draw(write: _Write, result: Tensor, row: int, start: int, inner: int) -> None:
     """Draw the full range of a random call in chunks, and keep the elements of the shard.
 
     Args:
-        result: the shard, `[outer, length, inner]`, of a tensor `[outer, size, inner]`, from `start` on.
+        result: the shard, `[outer, length, inner]`, of a tensor of `outer` rows of `row` elements; `start * inner` is
+            its first element in each row.
     """
-    num_rows, length, _ = result.shape
-    row = size * inner
-    multiple = 16 if num_rows == 1 else math.lcm(row, 16)
-    flat, offset = result.view(-1), start * inner
-    with drawing_from(write.entry.random):
-        for begin, stop in chunks(write.end - write.first, multiple):
-            drawn = torch.empty(stop - begin, dtype=result.dtype)
-            write.entry.function(drawn, *write.entry.args[1:], **write.entry.kwargs)
-            first, end = write.first + begin, write.first + stop
-            if num_rows == 1:
-                low, high = max(first, offset), min(end, offset + flat.numel())
-                if low < high:
-                    flat[low - offset : high - offset] = drawn[low - first : high - first]
-            else:
-                rows = drawn.view(-1, size, inner)
-                result[first // row : end // row] = rows[:, start : start + length]
+    entry, num_elements = write.entry, write.end - write.first
+    assert entry.random is not None
+    like = torch.empty(0, dtype=result.dtype, device=entry.random.generator.device)
+    with drawing_from(entry.random):
+        for first, values in _draw_chunks(entry.function, entry.args[1:], entry.kwargs, num_elements, like):
+            _keep(values, write.first + first, result, row, start * inner)
+
+
+def _keep(values: Tensor, first: int, result: Tensor, row: int, low: int) -> None:
+    """Copy the elements of a shard from `values`, which are elements of the tensor from `first` on, in memory order.
+
+    Args:
+        result: the shard, `[outer, length, inner]`, of a tensor of `outer` rows of `row` elements.
+        low: the shard's first element in each row.
+    """
+    shard = result.view(result.shape[0], result.shape[1] * result.shape[2])
+    high = low + shard.shape[1]
+    position = 0  # in `values`
+    while position < values.numel():
+        index, column = divmod(first + position, row)
+        num_rows = (values.numel() - position) // row
+        if column == 0 and num_rows > 0:
+            full_rows = values[position : position + num_rows * row].view(num_rows, row)
+            shard[index : index + num_rows] = full_rows[:, low:high]
+            position += num_rows * row
+        else:
+            rest = values[position : position + row - column]  # of this row, from `column` on
+            begin, end = max(column, low), min(column + rest.numel(), high)
+            if begin < end:
+                shard[index, begin - low : end - low] = rest[begin - column : end - column]
+            position += rest.numel()

@@ -48,6 +48,10 @@ class Entry:
     def reads(self) -> set[Storage]:
         return {storage_of(tensor) for tensor in meta_tensors(self.args, self.kwargs)}
 
+    def tensors(self) -> list[Tensor]:
+        """Return the meta tensors among the arguments and results."""
+        return meta_tensors(self.args, self.kwargs, self.result)
+
 
 def meta_tensors(*trees: Any) -> list[Tensor]:
     """Return the meta tensors in nested arguments or results."""
@@ -93,25 +97,40 @@ class Tape:
             RuntimeError: a tensor with values that a call read has been changed since.
         """
         wanted = list(tensors)
+        entries = self._needed(storage_of(tensor) for tensor in wanted)
+        last_use = {id(meta): index for index, entry in enumerate(entries) for meta in entry.tensors()}
+        last_use |= dict.fromkeys(map(id, wanted), len(entries))
         values: dict[int, Tensor] = {}  # by the identity of the meta tensor
-        for entry in self._needed(storage_of(tensor) for tensor in wanted):
-            for tensor, version in entry.versions:
-                if tensor._version != version:
-                    raise RuntimeError(
-                        f"deferred_init: {entry.function} read a tensor of shape {tuple(tensor.shape)} that has been "
-                        "changed since; build that module outside of deferred_init, or give it a copy of the tensor, "
-                        "and do not use the model before weft.parallelize."
-                    )
-
-            def value_of(leaf: Any) -> Any:
-                return values[id(leaf)] if isinstance(leaf, Tensor) and leaf.is_meta else leaf
-
-            args, kwargs = tree_map(value_of, (entry.args, entry.kwargs))
-            with drawing_from(entry.random):
-                result = entry.function(*args, **kwargs)
-            for meta, value in zip(meta_tensors(entry.result), _tensors(result, entry.result), strict=True):
-                values[id(meta)] = value
+        for index, entry in enumerate(entries):
+            _execute(entry, values)
+            for meta in entry.tensors():
+                if last_use[id(meta)] == index:
+                    values.pop(id(meta), None)
         return [values[id(tensor)] for tensor in wanted]
+
+
+def _execute(entry: Entry, values: dict[int, Tensor]) -> None:
+    """Make a recorded call on `values`, tensors by the identity of their meta tensors, and add its results to them.
+
+    Raises:
+        RuntimeError: as `Tape.replay`.
+    """
+    for tensor, version in entry.versions:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"deferred_init: {entry.function} read a tensor of shape {tuple(tensor.shape)} that has been "
+                "changed since; build that module outside of deferred_init, or give it a copy of the tensor, "
+                "and do not use the model before weft.parallelize."
+            )
+
+    def value_of(leaf: Any) -> Any:
+        return values[id(leaf)] if isinstance(leaf, Tensor) and leaf.is_meta else leaf
+
+    args, kwargs = tree_map(value_of, (entry.args, entry.kwargs))
+    with drawing_from(entry.random):
+        result = entry.function(*args, **kwargs)
+    for meta, value in zip(meta_tensors(entry.result), _tensors(result, entry.result), strict=True):
+        values[id(meta)] = value
 
 
 def _tensors(result: Any, like: Any) -> list[Tensor]:

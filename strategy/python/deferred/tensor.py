@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weft.strategy.deferred.stream import draws_in_chunks, skip
+from weft.strategy.deferred.stream import is_drawn_in_chunks, skip
 from weft.strategy.deferred.tape import Entry, RandomState, Tape, meta_tensors, storage_of
 
 # Calls whose result is a Python value, which depends on the tensor's values.
@@ -198,8 +198,9 @@ def _advance_generator(func: Any, args: Any, kwargs: Any, result: Any, device: t
     [target] = meta_tensors(result)
     rest = tuple(args[1:])
     with no_dispatch():
-        if device.type == "cpu" and target.is_contiguous() and draws_in_chunks(func, target.dtype, rest):
-            skip(func, rest, kwargs, target)
+        # With a generator of another device type, the call below raises torch's error.
+        if generator.device.type == device.type and is_drawn_in_chunks(func, rest, target, generator.device):
+            skip(func, rest, kwargs, target, generator.device)
         elif func._schema.is_mutable:
             full = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=device)
             func(full, *rest, **kwargs)

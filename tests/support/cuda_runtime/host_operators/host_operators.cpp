@@ -14,6 +14,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAException.h>
@@ -21,6 +22,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -145,7 +147,7 @@ class Call {
   }
 
   // Random numbers come from a generator of the CPU whose seed is the state of the CUDA generator,
-  // which advances as for a kernel.
+  // which advances as for a kernel: see elements_per_turn().
   void replace_generator() {
     if (!has_tag(at::Tag::nondeterministic_seeded)) return;
     const auto& arguments = op_.schema().arguments();
@@ -156,8 +158,11 @@ class Call {
                                     : args_[i].toGenerator();
       if (generator.device().is_cpu()) return;
       const std::lock_guard lock(generator.mutex());
+      turn_size_ = elements_per_turn();
+      const uint64_t num_turns =
+          turn_size_ ? (args_[0].toTensor().numel() + *turn_size_ - 1) / *turn_size_ : 1;
       const auto [seed, offset] =
-          generator.get<at::CUDAGeneratorImpl>()->philox_engine_inputs(/*increment=*/4);
+          generator.get<at::CUDAGeneratorImpl>()->philox_engine_inputs(kTurn * num_turns);
       seed_ = seed * 0x9E3779B97F4A7C15ULL + offset;
       generator_ = i;
       args_[i] = c10::IValue();
@@ -166,11 +171,55 @@ class Call {
     TORCH_CHECK(false, op_.operator_name(), " draws random numbers without a generator");
   }
 
+  // Returns the number of elements that all threads of a full grid draw at once, in a call that
+  // fills a contiguous tensor as ATen/native/cuda/DistributionTemplates.h: turn k draws from the
+  // generator's offset plus kTurn * k. Other calls draw all elements from one offset.
+  std::optional<int64_t> elements_per_turn() const {
+    const auto& arguments = op_.schema().arguments();
+    if (!is_written(arguments[0]) || !args_[0].isTensor()) return {};
+    for (std::size_t i = 1; i < num_args_; ++i) {
+      if (!tensors_of(args_[i]).empty()) return {};
+    }
+    const at::Tensor& filled = args_[0].toTensor();
+    if (!filled.is_contiguous()) return {};
+    const auto& properties = *at::cuda::getDeviceProperties(device_->index());
+    constexpr int kBlock = 256;
+    const int num_blocks =
+        properties.multiProcessorCount * (properties.maxThreadsPerMultiProcessor / kBlock);
+    return int64_t{num_blocks} * kBlock * (filled.scalar_type() == at::kDouble ? 2 : 4);
+  }
+
+  // Fills a tensor turn by turn.
+  static void draw(const c10::OperatorHandle& op,
+                   const Stack& args,
+                   std::size_t generator,
+                   uint64_t seed,
+                   int64_t turn_size) {
+    const at::Tensor filled = args[0].toTensor().view(-1);
+    for (int64_t first = 0; first < filled.numel(); first += turn_size, seed += kTurn) {
+      Stack stack = args;
+      stack[0] = filled.narrow(0, first, std::min(turn_size, filled.numel() - first));
+      stack[generator] = at::detail::createCPUGenerator(seed);
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    }
+  }
+
   // Returns the call of the operator for the CPU, to be made on a thread of the runtime.
   std::function<Stack()> work() const {
     Stack args;
     for (const c10::IValue& arg : args_) args.push_back(converted(arg, for_work));
     const bool widens = reads_statistics(op_);
+    if (turn_size_) {
+      return [op = op_,
+              args = std::move(args),
+              seed = *seed_,
+              generator = generator_,
+              size = *turn_size_] {
+        const at::AutoDispatchBelowAutograd below;
+        draw(op, args, generator, seed, size);
+        return Stack{args[0]};
+      };
+    }
     return [op = op_, args = std::move(args), seed = seed_, generator = generator_, widens] {
       const at::AutoDispatchBelowAutograd below;
       Stack stack = args;
@@ -304,7 +353,9 @@ class Call {
   std::optional<c10::Device> device_;
   c10::cuda::OptionalCUDAGuard guard_;
   cudaStream_t stream_ = nullptr;
+  static constexpr uint64_t kTurn = 4;  // by which a turn of a kernel advances the generator
   std::optional<uint64_t> seed_;
+  std::optional<int64_t> turn_size_;
   std::size_t generator_ = 0;  // index of the argument
 };
 
