@@ -4,6 +4,7 @@
                                                            # or if the memory model does not predict it
     python benchmarks/memory_gate.py --update "REASON"     # store the measured figures; prints old -> new
     python benchmarks/memory_gate.py --cuda                # simulated ranks on a CUDA device: torch's caching allocator
+    python benchmarks/memory_gate.py --cuda --page         # write its figures to docs/benchmarks/memory.md
 
 The golden file is for the version of torch that it names; with another version, and without --update, the exit status
 is 2.
@@ -19,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import memory_cuda_page
 import torch
 from memory import row_of
 from memory_workloads import CONFIGURATIONS, workloads
@@ -26,7 +28,11 @@ from memory_workloads import CONFIGURATIONS, workloads
 GOLDEN = Path(__file__).with_name("memory_golden.json")
 # The figures are those of the CUDA runtime without a device, on which the tests run.
 CUDA_GOLDEN = Path(__file__).with_name("memory_cuda_golden.json")
-CUDA_COLUMNS = ("stock", "weft", "weft_in_backward", "weft_by_rows")
+CUDA_COLUMNS = {
+    "feed_forward": ("stock", "weft", "weft_in_backward", "weft_by_rows"),
+    "activations": ("stock", "weft", "weft_recompute"),
+    "language_model": ("stock", "weft", "weft_checkpointed"),
+}
 RANKS = (1, 2, 4, 8)
 PREDICTION_BOUND = 0.02
 Rows = dict[str, dict[str, int]]
@@ -71,18 +77,24 @@ def measured(wanted: list[tuple[str, str, bool, int]]) -> tuple[Rows, list[str]]
 
 
 def measured_on_cuda() -> Rows:
-    """Return the bytes that one of 1, 2, 4 and 8 ranks allocates and reserves for the documented feed-forward."""
+    """Return the bytes that one of 1, 2, 4 and 8 ranks allocates and reserves for `CUDA_COLUMNS`."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")  # as benchmarks/memory.py
     rows: Rows = {}
-    for column in CUDA_COLUMNS:
-        for num_ranks in RANKS:
-            [peaks] = row_of("feed_forward", column, False, num_ranks, device="cuda", simulate=True)["ranks"]
-            rows[f"feed_forward at real size, {column}, {num_ranks} ranks"] = {
-                f"{phase} {kind}": peaks[phase][kind]
-                for phase in ("startup", "training")
-                for kind in ("allocated", "reserved")
-            }
+    wanted = [(name, column, n) for name, columns in CUDA_COLUMNS.items() for column in columns for n in RANKS]
+    for workload, column, num_ranks in wanted:
+        [peaks] = row_of(workload, column, False, num_ranks, device="cuda", simulate=True)["ranks"]
+        rows[memory_cuda_page.row_name(workload, column, num_ranks)] = {
+            f"{phase} {kind}": peaks[phase][kind]
+            for phase in ("startup", "training")
+            for kind in ("allocated", "reserved")
+        }
     return rows
+
+
+def page_with_figures(golden: dict[str, Any]) -> str:
+    """Return the text of docs/benchmarks/memory.md with the figures of the golden file of --cuda."""
+    table = memory_cuda_page.table(golden, CUDA_COLUMNS, RANKS)
+    return memory_cuda_page.with_table(memory_cuda_page.PAGE.read_text(), table)
 
 
 def prediction_misses(row: dict[str, Any], most: dict[str, int], small: bool) -> list[str]:
@@ -119,11 +131,17 @@ def main() -> int:
     parser.add_argument("--update", metavar="REASON", help="why the figures change")
     parser.add_argument("--small-only", action="store_true", help="leave the rows of the real size out")
     parser.add_argument("--cuda", action="store_true", help="simulated ranks on a CUDA device")
+    parser.add_argument("--page", action="store_true", help="with --cuda: measure nothing, write the page's table")
     args = parser.parse_args()
     path = CUDA_GOLDEN if args.cuda else GOLDEN
     if args.update is not None and len(args.update.split()) < 3:
         parser.error("give a reason of a few words to --update.")
     golden: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}, "changes": []}
+    if args.page:
+        if not args.cuda:
+            parser.error("the page has the figures of --cuda: give --cuda, too.")
+        memory_cuda_page.PAGE.write_text(page_with_figures(golden))
+        return 0
     if args.update is None and golden.get("torch") != torch.__version__:
         print(f"the golden file is of torch {golden.get('torch')}, and this is {torch.__version__}.", file=sys.stderr)
         return 2

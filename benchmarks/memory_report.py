@@ -60,16 +60,17 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     for row in report["results"]:
         cells = [row["workload"], row["column"], str(row["num_ranks"])]
-        cells += [_gb(row[f"{name}_bytes"]) for name in ("startup", "training", "peak", "predicted")]
-        cells += [f"{100 * (row['predicted_bytes'] / row['training_bytes'] - 1):+.2f} %", _gb(row["ideal_bytes"])]
+        cells += [gigabytes(row[f"{name}_bytes"]) for name in ("startup", "training", "peak", "predicted")]
+        cells += [f"{100 * (row['predicted_bytes'] / row['training_bytes'] - 1):+.2f} %", gigabytes(row["ideal_bytes"])]
         if is_cuda:
-            cells.append(_gb(max(rank["training"]["reserved"] for rank in row["ranks"])))
+            cells.append(gigabytes(max(rank["training"]["reserved"] for rank in row["ranks"])))
         lines.append(f"| {' | '.join(cells)} |")
     lines += [f"\nNot measured: {failed['row']}." for failed in report["failed"]]
     return "\n".join(lines) + "\n"
 
 
-def _gb(num_bytes: int) -> str:
+def gigabytes(num_bytes: int) -> str:
+    """Return a number of bytes in GB, as in the tables."""
     return f"{num_bytes / 1e9:.4f}" if num_bytes >= 1e7 else f"{num_bytes / 1e9:.6f}"
 
 

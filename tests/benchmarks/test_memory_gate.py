@@ -111,7 +111,23 @@ def test_rows_on_cuda_match_golden_file() -> None:
     environment = {**ENVIRONMENT, **cuda_runtime.environment(skip_kernels=True)}
     result = run_process([sys.executable, BENCHMARKS / "memory_gate.py", "--cuda"], env=environment, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
-    assert "16 rows as they were" in result.stdout
+    assert "40 rows as they were" in result.stdout
+
+
+PAGE = """
+import json, memory_cuda_page, memory_gate
+golden = json.loads(memory_gate.CUDA_GOLDEN.read_text())
+page = memory_cuda_page.PAGE.read_text()
+assert memory_gate.page_with_figures(golden) == page
+golden["rows"]["activations at real size, weft, 2 ranks"]["training reserved"] = 123456789
+changed = memory_gate.page_with_figures(golden)
+assert changed != page and "(0.1235)" in changed
+"""
+
+
+def test_page_has_the_figures_of_the_golden_file() -> None:
+    result = run_process([sys.executable, "-c", PAGE], env=ENVIRONMENT, timeout=100, warm_processes=1)
+    assert result.returncode == 0, result.stderr
 
 
 def test_report_lists_failed_rows(tmp_path: Path) -> None:
