@@ -155,6 +155,7 @@ test_dropout_matches_philox_mask = on_device("cuda", test_dropout.test_matches_p
 test_dropout_special_values = on_device("cuda", test_dropout.test_probabilities_seeds_and_special_values)
 test_dropout_twice_differentiated = on_device("cuda", test_dropout.test_second_derivative_is_correct)
 test_float32_parameters = on_device("cuda", test_norms.test_float32_parameters_with_half_inputs)
+test_bfloat16_parameters = on_device("cuda", test_norms.test_bfloat16_parameters_match_float64, num_ranks=1)
 test_large_means_and_strides = on_device("cuda", test_norms.test_large_means_and_strides_match_torch)
 test_changed_sums = on_device("cuda", test_norms.test_changing_saved_sum_raises)
 test_gradient_of_one_result = on_device("cuda", test_norms.test_unused_result_adds_no_gradient)

@@ -110,6 +110,48 @@ def test_float32_parameters_with_half_inputs(rank: int, dtype: torch.dtype) -> N
     torch.testing.assert_close(bias.grad.double(), exact[2].grad, rtol=1e-5, atol=1e-4)
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+# The CUDA kernels read packs of 8 elements: of 64 columns; of 8200, too many for the registers of a backward; of 16640,
+# too many for those of a forward. Rows of 36 and 700 columns are not multiples of 8 and are read element by element.
+@pytest.mark.parametrize("columns", [64, 8200, 16640, 36, 700])
+def test_bfloat16_parameters_match_float64(rank: int, norm: str, columns: int) -> None:
+    """Models in bfloat16 have these parameters. Results are computed in float32 from stored values and rounded once."""
+    torch.manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape).bfloat16().requires_grad_()
+
+    def check(actual: Tensor, expected: Tensor, label: str) -> None:
+        assert actual.dtype is torch.bfloat16, label
+        expected = expected.detach()
+        atol = 2e-5 * expected.abs().max().item()  # float32, and sums that cancel
+        torch.testing.assert_close(actual.detach().double(), expected, rtol=2**-8, atol=atol, msg=lambda m: f"{label}: {m}")
+
+    x, residual = random(3, 2, columns), random(3, 2, columns)
+    parameters = [random(columns) for _ in range(2 if norm == "layer" else 1)]
+    grad, grad_sum = random(3, 2, columns).detach(), random(3, 2, columns).detach()
+    for has_residual in (False, True):
+        total = x + residual if has_residual else x
+        exact = [tensor.detach().double().requires_grad_() for tensor in (total, *parameters)]
+        expected = _reference(norm, exact[0], *[*exact[1:], None][:2])
+        torch.autograd.backward([expected, exact[0]], [grad.double(), grad_sum.double() * has_residual])
+        if has_residual:
+            op = getattr(weft.ops, f"add_{norm}_norm")
+            y, sum_ = op(x, residual, *parameters, group_name="")
+            assert torch.equal(sum_, total)
+            inputs, results, grads = [x, residual], [y, sum_], [grad, grad_sum]
+        else:
+            y = getattr(weft.ops, f"{norm}_norm")(x, *parameters, group_name="")
+            inputs, results, grads = [x], [y], [grad]
+        check(y, expected, "y")
+        gradients = torch.autograd.grad(results, [*inputs, *parameters], grads)
+        for gradient in gradients[: len(inputs)]:
+            check(gradient, exact[0].grad, "gradient of an input")
+        for gradient, parameter in zip(gradients[len(inputs) :], exact[1:], strict=True):
+            check(gradient, parameter.grad, "gradient of a parameter")
+
+
 def test_large_means_and_strides_match_torch() -> None:
     """The variance is computed about the mean, and strided inputs are supported."""
     x = torch.randn(16, 300) + 4096
