@@ -1,24 +1,10 @@
 #include "activation_entry.h"
-#include "activation_launch.h"
+#include "launch_device.h"
 
 #include <weft/kernels/activation.h>
 
-#include <ATen/ops/empty.h>
-
 namespace weft::kernels::cuda {
 namespace {
-
-struct CudaDevice {
-  static constexpr c10::DeviceType kType = c10::DeviceType::CUDA;
-
-  static at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like) {
-    return at::empty(sizes, like.options());
-  }
-
-  static void run(const detail::ActivationJob& job, c10::Device device) {
-    launch_activation(job, device);
-  }
-};
 
 using Entry = detail::ActivationEntry<CudaDevice>;
 

@@ -1,11 +1,15 @@
 // The suites of the CUDA kernels on the emulator. WEFT_EMULATED_ORDER is the order in which the
 // threads of a block run: forward, reverse, or the seed of a random one. These three emulate sm_90,
 // sm_80 and sm_100.
+#include "activation_entry.h"
 #include "activation_suite.h"
+#include "cross_entropy_entry.h"
 #include "cross_entropy_suite.h"
 #include "cuda_emulator.h"
+#include "dropout_entry.h"
 #include "dropout_suite.h"
-#include "emulated_kernels.h"
+#include "launch_device.h"
+#include "norm_entry.h"
 #include "norm_suite.h"
 
 #include <gtest/gtest.h>
@@ -15,6 +19,13 @@
 
 namespace weft::kernels::testing {
 namespace {
+
+// Tensors are in the CPU's memory, which is the memory of the emulated device.
+using EmulatedDevice = cuda::LaunchDevice<c10::DeviceType::CPU>;
+using Activations = detail::ActivationEntry<EmulatedDevice>;
+using CrossEntropies = detail::CrossEntropyEntry<EmulatedDevice>;
+using Norms = detail::NormEntry<EmulatedDevice>;
+constexpr auto kDropout = detail::run_dropout<EmulatedDevice>;
 
 class EmulatorOrder : public ::testing::Environment {
  public:
@@ -39,9 +50,9 @@ const ::testing::Environment* const kOrder =
 TEST(Emulated, DropoutRaisesWhileAGraphIsCaptured) {
   const at::Tensor x = at::ones({8});
   cuda_emulator::settings().is_capturing = true;
-  EXPECT_THROW(emulated::dropout(x, 0.5, 1, {1, 8, 0, 8}), c10::Error);
+  EXPECT_THROW(kDropout(x, 0.5, 1, {1, 8, 0, 8}), c10::Error);
   cuda_emulator::settings().is_capturing = false;
-  EXPECT_EQ(emulated::dropout(x, 0.5, 1, {1, 8, 0, 8}).numel(), 8);
+  EXPECT_EQ(kDropout(x, 0.5, 1, {1, 8, 0, 8}).numel(), 8);
 }
 
 }  // namespace
@@ -50,35 +61,35 @@ KernelsUnderTest kernels_under_test() {
   return {.device = c10::DeviceType::CPU,
           .available = true,
           .unavailable_reason = "",
-          .activation_forward = emulated::activation_forward,
-          .activation_backward = emulated::activation_backward,
-          .gated_forward = emulated::gated_forward,
-          .gated_backward = emulated::gated_backward,
-          .gate_up_forward = emulated::gate_up_forward,
-          .gate_up_backward = emulated::gate_up_backward};
+          .activation_forward = Activations::forward,
+          .activation_backward = Activations::backward,
+          .gated_forward = Activations::gated_forward,
+          .gated_backward = Activations::gated_backward,
+          .gate_up_forward = Activations::gate_up_forward,
+          .gate_up_backward = Activations::gate_up_backward};
 }
 
 cross_entropy::KernelsUnderTest cross_entropy::kernels_under_test() {
   return {.device = c10::DeviceType::CPU,
           .available = true,
           .unavailable_reason = "",
-          .statistics = emulated::cross_entropy_statistics,
-          .gradient = emulated::cross_entropy_gradient};
+          .statistics = CrossEntropies::statistics,
+          .gradient = CrossEntropies::gradient};
 }
 
 norm::KernelsUnderTest norm::kernels_under_test() {
   return {.device = c10::DeviceType::CPU,
           .available = true,
           .unavailable_reason = "",
-          .forward = emulated::norm_forward,
-          .backward = emulated::norm_backward};
+          .forward = Norms::forward,
+          .backward = Norms::backward};
 }
 
 dropout::KernelsUnderTest dropout::kernels_under_test() {
   return {.device = c10::DeviceType::CPU,
           .available = true,
           .unavailable_reason = "",
-          .dropout = emulated::dropout};
+          .dropout = kDropout};
 }
 
 }  // namespace weft::kernels::testing
