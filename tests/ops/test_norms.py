@@ -126,7 +126,8 @@ def test_bfloat16_parameters_match_float64(rank: int, norm: str, columns: int) -
         assert actual.dtype is torch.bfloat16, label
         expected = expected.detach()
         atol = 2e-5 * expected.abs().max().item()  # float32, and sums that cancel
-        torch.testing.assert_close(actual.detach().double(), expected, rtol=2**-8, atol=atol, msg=lambda m: f"{label}: {m}")
+        actual = actual.detach().double()
+        torch.testing.assert_close(actual, expected, rtol=2**-8, atol=atol, msg=lambda text: f"{label}: {text}")
 
     x, residual = random(3, 2, columns), random(3, 2, columns)
     parameters = [random(columns) for _ in range(2 if norm == "layer" else 1)]

@@ -118,6 +118,7 @@ def test_number_of_messages(rank: int) -> None:
             (2 * y).sum().backward()
         else:
             OPS.join(torch.zeros(()), [OPS.pipeline_send([x], 1, 0, group)]).backward()
+        OPS.pipeline_flush(group)
 
     # A profile omits messages that are in flight when it ends.
     collectives_of(without_gradients, {"recv": 3} if rank else {"send": 3})

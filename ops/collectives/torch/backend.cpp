@@ -2,6 +2,7 @@
 #include "backend.h"
 
 #include "backend_transport.h"
+#include "host_copy.h"
 #include "message_checks.h"
 #include "multi_host_group.h"
 #include "raise.h"
@@ -243,6 +244,9 @@ std::size_t shared_memory_bytes() {
   return collectives::LiveGroups::instance().own_resident_bytes();
 }
 
-void leave_all_groups() { collectives::LiveGroups::instance().leave_all(); }
+void leave_all_groups() {
+  stop_copy_threads();
+  collectives::LiveGroups::instance().leave_all();
+}
 
 }  // namespace weft::ops

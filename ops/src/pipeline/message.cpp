@@ -1,5 +1,6 @@
 #include "message.h"
 
+#include "host_copy.h"
 #include "message_checks.h"
 #include "raise.h"
 #include "receive_buffers.h"
@@ -7,15 +8,16 @@
 
 #include <weft/collectives/error.h>
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <iterator>
-#include <unordered_set>
 #include <utility>
 
 namespace weft::ops {
@@ -52,12 +54,12 @@ c10::Stream current_stream_of(const c10::Device& device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// Returns a contiguous host tensor to which `tensor` is copied. The copy is complete when the
-// current stream of the tensor's device has been synchronized. A copy from CUDA is in pinned
-// memory, which the device writes without the driver's own staging buffer.
-at::Tensor start_copy_to_host(const at::Tensor& tensor) {
-  const auto options = tensor.options().device(at::kCPU).pinned_memory(tensor.is_cuda());
-  return at::empty(tensor.sizes(), options).copy_(tensor, /*non_blocking=*/true);
+std::chrono::milliseconds timeout_of(const ProcessGroupPtr& group) {
+  try {
+    return group->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
+  } catch (const c10::Error&) {
+    return kBackendDefaultTimeout;  // a backend without options
+  }
 }
 
 }  // namespace
@@ -142,6 +144,7 @@ Tensors PipelineMessage::receive_gradients() {
   op_ = "the backward of weft::pipeline_send";
   check_first_answer();
   const auto layouts = gradient_layouts();
+  wait_for_copies();  // the peer cannot answer before, and never does if the copy failed
   start_receiving_header(true);
   expect_header(header_of(layouts, Kind::kGradients));
   wait_for_exchanges();
@@ -172,42 +175,106 @@ PipelineMessage::Contents PipelineMessage::prepare_to_send(const Tensors& tensor
   result.is_direct = link_ && std::ranges::all_of(tensors, [&](const at::Tensor& tensor) {
                        return tensor.device() == link_->device();
                      });
-  std::unordered_set<c10::Stream> copying;
   for (const auto& tensor : tensors) {
-    const auto plain = tensor.resolve_conj().resolve_neg();
-    if (result.is_direct || plain.is_cpu()) {
-      result.tensors.push_back(plain.contiguous());
-    } else {
-      result.tensors.push_back(start_copy_to_host(plain));
-      copying.insert(current_stream_of(plain.device()));
+    const auto plain = tensor.resolve_conj().resolve_neg().contiguous();
+    if (result.is_direct) {
+      result.tensors.push_back(plain);
+      continue;
     }
-  }
-  // Synchronize once per device, not once per tensor.
-  for (const auto& stream : copying) {
-    stream.synchronize();
+    auto copy = start_copy_to_host(plain);
+    result.tensors.push_back(std::move(copy.tensor));
+    if (copy.wait) {
+      result.copies.push_back(std::move(copy.wait));
+      result.copied_from = plain.device();
+    }
   }
   return result;
 }
 
-void PipelineMessage::send(const PipelineHeader& header, const Contents& contents, bool is_answer) {
-  const auto& [tensors, is_direct] = contents;
+void PipelineMessage::send(const PipelineHeader& header, Contents contents, bool is_answer) {
   if (link_) {
-    auto pending =
-        link_->send({op_, name()}, address_.group, header, is_answer, is_direct, tensors);
+    auto pending = link_->send(
+        {op_, name()}, address_.group, header, is_answer, contents.is_direct, contents.tensors);
     const std::lock_guard lock(mutex_);
     std::ranges::move(pending, std::back_inserter(exchanges_));
-    if (is_direct) {
+    if (contents.is_direct) {
       return;
     }
   } else {
     auto bytes = at::empty({sizeof(header)}, at::kByte);
     std::memcpy(bytes.mutable_data_ptr(), &header, sizeof(header));
-    exchange(true, bytes, is_answer);
+    exchange(op_, true, bytes, is_answer);
   }
+  if (contents.copies.empty()) {
+    send_tensors(op_, contents.tensors, is_answer);
+  } else {
+    send_after_copies(std::move(contents), is_answer);
+  }
+}
+
+void PipelineMessage::send_tensors(std::string_view op, const Tensors& tensors, bool is_answer) {
   for (const auto& tensor : tensors) {
     if (tensor.numel() > 0) {
-      exchange(true, bytes_of(tensor), is_answer);
+      exchange(op, true, bytes_of(tensor), is_answer);
     }
+  }
+}
+
+void PipelineMessage::send_after_copies(Contents contents, bool is_answer) {
+  {
+    const std::lock_guard lock(mutex_);
+    is_copying_ = true;
+  }
+  const auto device = contents.copied_from.value();
+  const auto op = op_;  // another thread may change op_ meanwhile
+  auto wait = [op, name = name(), rank = address_.group->getRank(), copies = contents.copies] {
+    try {
+      for (const auto& wait_for_copy : copies) {
+        wait_for_copy();
+      }
+    } catch (c10::Error& error) {
+      error.add_context(c10::str(op, ": the copy of ", name, " to the host failed on rank ", rank));
+      throw;
+    }
+  };
+  auto finish = [op,
+                 is_answer,
+                 self = MessagePtr::reclaim_copy(this),
+                 tensors = std::move(contents.tensors),
+                 state = at::ThreadLocalState()](std::exception_ptr failure) {
+    const at::ThreadLocalStateGuard guard(state);  // for profilers
+    if (!failure) {
+      try {
+        self->send_tensors(op, tensors, is_answer);
+      } catch (...) {
+        failure = std::current_exception();
+      }
+    }
+    const std::lock_guard lock(self->mutex_);
+    self->is_copying_ = false;
+    self->copy_failure_ = std::move(failure);
+    self->copied_.notify_all();
+  };
+  run_on_copy_thread(device, std::move(wait), std::move(finish));
+}
+
+void PipelineMessage::wait_for_copies() {
+  std::unique_lock lock(mutex_);
+  const auto timeout = is_copying_ ? timeout_of(address_.group) : std::chrono::milliseconds(0);
+  if (!copied_.wait_for(lock, timeout, [&] { return !is_copying_; })) {
+    const auto text = c10::str(op_,
+                               ": the copy of ",
+                               name(),
+                               " to the host did not end on rank ",
+                               address_.group->getRank(),
+                               " within ",
+                               timeout.count(),
+                               " ms; look for work on the device that does not end.");
+    collectives::raise(std::make_exception_ptr(collectives::CollectiveTimeoutError(text)));
+  }
+  if (auto failure = std::exchange(copy_failure_, nullptr)) {
+    lock.unlock();
+    collectives::raise(std::move(failure));
   }
 }
 
@@ -216,7 +283,7 @@ void PipelineMessage::start_receiving_header(bool is_answer) {
     return;  // the announcement contains it
   }
   header_ = at::zeros({sizeof(PipelineHeader)}, at::kByte);
-  pending_header_ = start(false, header_, is_answer);
+  pending_header_ = start(op_, false, header_, is_answer);
 }
 
 void PipelineMessage::start_receiving(const Layouts& layouts, bool is_answer) {
@@ -227,7 +294,7 @@ void PipelineMessage::start_receiving(const Layouts& layouts, bool is_answer) {
     host_buffers_.push_back(
         ReceiveBuffers::instance().take(address_, is_answer, layout.sizes, host));
     if (host_buffers_.back().numel() > 0) {
-      exchange(false, bytes_of(host_buffers_.back()), is_answer);
+      exchange(op_, false, bytes_of(host_buffers_.back()), is_answer);
     }
   }
 }
@@ -318,22 +385,29 @@ Tensors PipelineMessage::take_direct_tensors(const Layouts& layouts) {
   return std::move(message.tensors);
 }
 
-PendingCollective PipelineMessage::start(bool sends, const at::Tensor& bytes, bool is_answer) {
+PendingCollective PipelineMessage::start(std::string_view op,
+                                         bool sends,
+                                         const at::Tensor& bytes,
+                                         bool is_answer) {
   const auto& [group, peer, channel] = address_;
   const int tag = tag_of(channel, sequence_, is_answer);
-  return {op_, name(), group, Tensors{bytes}, true, [&](bool /*async_op*/) {
+  return {op, name(), group, Tensors{bytes}, true, [&](bool /*async_op*/) {
             Tensors tensors{bytes};
             return sends ? group->send(tensors, peer, tag) : group->recv(tensors, peer, tag);
           }};
 }
 
-void PipelineMessage::exchange(bool sends, const at::Tensor& bytes, bool is_answer) {
-  auto started = start(sends, bytes, is_answer);
+void PipelineMessage::exchange(std::string_view op,
+                               bool sends,
+                               const at::Tensor& bytes,
+                               bool is_answer) {
+  auto started = start(op, sends, bytes, is_answer);
   const std::lock_guard lock(mutex_);
   exchanges_.push_back(std::move(started));
 }
 
 void PipelineMessage::wait_for_exchanges() {
+  wait_for_copies();
   std::vector<PendingCollective> exchanges;
   {
     const std::lock_guard lock(mutex_);
@@ -350,7 +424,8 @@ bool PipelineMessage::is_finished() {
   std::erase_if(exchanges_, [](const PendingCollective& exchange) {
     return exchange.is_done() && !exchange.has_failed();
   });
-  return std::ranges::all_of(exchanges_, &PendingCollective::is_done);
+  return !is_copying_ && !copy_failure_ &&
+         std::ranges::all_of(exchanges_, &PendingCollective::is_done);
 }
 
 std::string PipelineMessage::name() const {

@@ -6,8 +6,9 @@
 // receiver answers with a message of their gradients.
 //
 // Tensors on devices other than the CPU are copied through host memory, unless the two ranks have a
-// link (link.h) and all tensors of the message are on the link's device. Everything here works
-// below autograd.
+// link (link.h) and all tensors of the message are on the link's device. A copy thread
+// (host_copy.h) sends copies from CUDA as soon as they have ended. Everything here works below
+// autograd.
 //
 // Thread safety: different threads may post, wait for and answer messages, but only one thread at a
 // time uses the same message.
@@ -20,9 +21,13 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <condition_variable>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -74,6 +79,7 @@ class PipelineMessage final : public torch::CustomClassHolder {
 
  private:
   using Layouts = std::vector<TensorLayout>;
+  using Copies = std::vector<std::function<void()>>;  // each waits for a copy to the host
 
   Layouts gradient_layouts() const;
   PipelineHeader header_of(const Layouts& layouts, PipelineHeader::Kind kind) const;
@@ -81,9 +87,15 @@ class PipelineMessage final : public torch::CustomClassHolder {
   struct Contents {
     std::vector<at::Tensor> tensors;  // contiguous, on the device that they are sent from
     bool is_direct = false;           // over the link, from device to device
+    // The copies to the host that may be in flight, and the device of the last one.
+    Copies copies;
+    std::optional<c10::Device> copied_from;
   };
   Contents prepare_to_send(const std::vector<at::Tensor>& tensors) const;
-  void send(const PipelineHeader& header, const Contents& contents, bool is_answer);
+  void send(const PipelineHeader& header, Contents contents, bool is_answer);
+  void send_tensors(std::string_view op, const std::vector<at::Tensor>& tensors, bool is_answer);
+  // Lets a copy thread send the tensors. A failure is raised by wait_for_copies().
+  void send_after_copies(Contents contents, bool is_answer);
   void start_receiving_header(bool is_answer);
   void start_receiving(const Layouts& layouts, bool is_answer);
   // Waits for the header and compares it. On a mismatch, fails the group or, without weft's
@@ -95,9 +107,11 @@ class PipelineMessage final : public torch::CustomClassHolder {
   std::vector<at::Tensor> take_direct_tensors(const Layouts& layouts);
 
   // Starts to send or receive `bytes` over the group. exchange() keeps the result in exchanges_.
-  PendingCollective start(bool sends, const at::Tensor& bytes, bool is_answer);
-  void exchange(bool sends, const at::Tensor& bytes, bool is_answer);
+  PendingCollective start(std::string_view op, bool sends, const at::Tensor& bytes, bool is_answer);
+  void exchange(std::string_view op, bool sends, const at::Tensor& bytes, bool is_answer);
   void check_first_answer();
+  // Blocks until the copy thread has sent the tensors. Errors: its failure; a time-out.
+  void wait_for_copies();
   void wait_for_exchanges();
   // Drops the exchanges that succeeded; returns whether none is in flight.
   bool is_finished();
@@ -115,8 +129,11 @@ class PipelineMessage final : public torch::CustomClassHolder {
   PendingCollective pending_header_;
   std::vector<at::Tensor> host_buffers_;        // of tensors that come over the group
   PipelineLink::ReceivedMessage link_message_;  // with a link
-  std::mutex mutex_;                            // guards exchanges_
+  std::mutex mutex_;                            // guards the members below
   std::vector<PendingCollective> exchanges_;
+  bool is_copying_ = false;          // until the copy thread has sent the tensors or failed
+  std::exception_ptr copy_failure_;  // until it is raised
+  std::condition_variable copied_;
 };
 
 }  // namespace weft::ops
