@@ -7,7 +7,8 @@ contains the shapes and dtypes of the message's tensors only if no earlier annou
 
 A send is in flight until the peer waits for this message or for a later one. While a send is in flight, a device
 synchronisation on both ranks (`torch.cuda.synchronize`, an allocator that must free memory first,
-CUDA_LAUNCH_BLOCKING=1) deadlocks until NCCL's watchdog ends the process.
+CUDA_LAUNCH_BLOCKING=1, a kernel that is loaded at its first launch without CUDA_MODULE_LOADING=EAGER) deadlocks until
+NCCL's watchdog ends the process.
 """
 
 from __future__ import annotations
