@@ -64,12 +64,20 @@ def _shard_layers(engine: Engine, module: Module) -> None:
 def _check_gated_mlps(engine: Engine, module: Module) -> None:
     from weft.strategy.modules.gate_up import gate_up_of
 
-    # A stage of a pipeline may have no MLP.
-    is_wanted = engine.options.join_gate_up and not engine.options.has_stages
-    if is_wanted and all(gate_up_of(each) is None for each in module.modules()):
+    if not engine.options.join_gate_up:
+        return
+    precision = str(engine.precision.precision)
+    if precision.endswith("-mixed"):
         raise ValueError(
-            f"{engine.name} got join_gate_up=True, but the plan makes no gated MLP without biases one operator; "
-            "give such an MLP the style column_row_mlp, or leave join_gate_up out."
+            f"{engine.name} got join_gate_up=True with precision={precision!r}, which multiplies with separate copies "
+            "of the weights; use another precision, or leave join_gate_up out."
+        )
+    # A stage of a pipeline may have no MLP.
+    if not engine.options.has_stages and all(gate_up_of(each) is None for each in module.modules()):
+        raise ValueError(
+            f"{engine.name} got join_gate_up=True, but none of the model's MLPs can be joined: an MLP must be gated, "
+            "have no biases of gate and up, and be one operator (column_row_mlp in weft.strategy.report, which says "
+            "why an MLP is not); leave join_gate_up out."
         )
 
 
@@ -78,7 +86,7 @@ def join_weights(engine: Engine, module: Module) -> None:
     from weft.strategy import join_gate_up
 
     if engine.options.join_gate_up:
-        join_gate_up(module)
+        engine.console.log(f"weft joins the gate and up weights of {join_gate_up(module)} MLPs.")
 
 
 def _shard_over_data_axes(engine: Engine, module: Module, **shard_options: Any) -> None:

@@ -132,8 +132,11 @@ def test_join_gate_up_raises_where_it_has_no_effect(rank: int, world_size: int, 
     with pytest.raises(ValueError, match=r"join_gate_up=True with 2 data-parallel ranks.*pass zero_stage=1 or 0"):
         trainer(world_size, strategy, tmp_path).fit(Model(), _batches())
     strategy = WeftModelParallelStrategy(plan={"*": "replicate"}, join_gate_up=True)
-    with pytest.raises(ValueError, match="makes no gated MLP without biases one operator; give such an MLP the style"):
+    with pytest.raises(ValueError, match="none of the model's MLPs can be joined: an MLP must be gated"):
         trainer(world_size, strategy, tmp_path).fit(Model(), _batches())
+    strategy = WeftModelParallelStrategy(plan="auto", join_gate_up=True)
+    with pytest.raises(ValueError, match="precision='bf16-mixed', which multiplies with separate copies"):
+        trainer(world_size, strategy, tmp_path, precision="bf16-mixed").fit(Model(), _batches())
 
 
 @on_ranks(2)

@@ -91,7 +91,7 @@ def test_mean_ignores_zero_weights() -> None:
 
 def test_unpicklable_outputs_raise() -> None:
     with pytest.raises(
-        TypeError, match=r"a step returned or logged a value that cannot be sent to other stages \(.*; give tensors"
+        TypeError, match=r"a step returned or logged a value that cannot be sent to other stages \(.*; use tensors"
     ):
         serialize({"f": lambda: None})
 

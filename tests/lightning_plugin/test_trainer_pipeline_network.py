@@ -151,7 +151,7 @@ def fit(rank: int, world_size: int, folder: str, cls: type) -> None:
 def test_unsupported_forwards_raise_on_all_ranks(rank: int, world_size: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the forward of Logging logs 'largest', .* log it in a step, after the call"):
         fit(rank, world_size, str(tmp_path), Logging)
-    with pytest.raises(ValueError, match=r"to cut WithoutForward itself, which has no forward of its own; write"):
+    with pytest.raises(ValueError, match=r"is to divide WithoutForward itself, which has no forward of its own; write"):
         fit(rank, world_size, str(tmp_path), WithoutForward)
 
 

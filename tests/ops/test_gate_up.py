@@ -176,6 +176,12 @@ def test_optimizer_and_state_dict_see_two_weights() -> None:
     assert torch.equal(mlp.w3, gated_mlp().w3)
 
 
+def test_one_tensor_as_both_weights_raises() -> None:
+    weight = torch.zeros(4, 3)
+    with pytest.raises(ValueError, match="got one tensor as both weights; pass two weights that have values"):
+        join_gate_up(weight, weight)
+
+
 @pytest.mark.parametrize(
     ("gate", "up", "sentence"),
     [
@@ -183,6 +189,7 @@ def test_optimizer_and_state_dict_see_two_weights() -> None:
         (torch.zeros(4), torch.zeros(4), r"shape \[4\] and strides \[1\]"),
         (torch.zeros(4, 3), torch.zeros(5, 3), r"\[4, 3\] torch.float32 on cpu and \[5, 3\] torch.float32 on cpu"),
         (torch.zeros(4, 3), torch.zeros(4, 3).double(), "pass weights of one shape, dtype and device"),
+        (torch.zeros(4, 3, device="meta"), torch.zeros(4, 3), "got weights on the meta device"),
     ],
 )
 def test_weights_that_do_not_fit_raise(gate: Tensor, up: Tensor, sentence: str) -> None:

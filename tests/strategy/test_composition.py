@@ -111,6 +111,16 @@ def test_fsdp2_over_data_axis_matches_unsharded(rank: int, world_size: int) -> N
 
 
 @on_ranks(2)
+def test_join_gate_up_after_fully_shard_raises(world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    model = weft.parallelize(nn.Sequential(FeedForward(8, 12)), mesh, {"0": "column_row_mlp"})
+    assert weft.strategy.join_gate_up(model) == 1
+    fully_shard(model, mesh=mesh["data_parallel"])
+    with pytest.raises(ValueError, match="fully_shard, which gathers each weight into memory of its own"):
+        weft.strategy.join_gate_up(model)
+
+
+@on_ranks(2)
 def test_fully_shard_inside_fused_mlp_raises(world_size: int) -> None:
     mesh = data_and_tensor(world_size, 1)
     model = nn.ModuleDict({"mlp": FeedForward(8, 12)})

@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda", 0)
 ROUNDING = 2 << 20  # bytes: the caching allocator leaves up to 1 MiB of a block unused; two allocations
 
 test_values = on_device("cuda", test_deferred_init.test_values_are_bitwise_equal, num_ranks=1)
-test_every_shard = on_device("cuda", test_deferred_init.test_every_shard_of_random_stream, num_ranks=1)
+test_every_shard = on_device("cuda", test_deferred_init.test_every_shard_of_random_stream_is_bitwise_equal, num_ranks=1)
 
 
 def _peak_of(function: Callable[[], Any]) -> tuple[Any, int]:

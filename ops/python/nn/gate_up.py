@@ -11,14 +11,20 @@ def join_gate_up(gate: Tensor, up: Tensor) -> None:
 
     In eager mode, `column_row_mlp` without biases then computes both projections as one matrix product, and the
     gradient of its input, too. Both weights remain tensors of their own, for gradients, optimizers and checkpoints.
-    `Module.to`, `copy.deepcopy` and whatever else gives a weight new memory separate them; then there are two products.
+    `Module.to` with another device or dtype, `copy.deepcopy` and whatever else gives a weight new memory separate them;
+    then there are two products. `torch.save` of one weight alone writes the storage of both.
 
     Args:
-        gate, up: contiguous weights `[hidden, in]`, of one dtype, on one device; w1 and w3 of `column_row_mlp`.
+        gate, up: contiguous weights `[hidden, in]`, of one dtype, on one device; in this order w1 and w3 of
+            `column_row_mlp`.
 
     Raises:
-        ValueError: the weights differ in shape, dtype or device, or are not contiguous matrices.
+        ValueError: the weights differ in shape, dtype or device, are one tensor, are not contiguous matrices, or have
+            no memory yet.
     """
+    if gate is up or gate.is_meta or up.is_meta:
+        got = "weights on the meta device" if gate.is_meta or up.is_meta else "one tensor as both weights"
+        raise ValueError(f"join_gate_up got {got}; pass two weights that have values.")
     for weight in (gate, up):
         if weight.dim() != 2 or not weight.is_contiguous():
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from weft.nn.gate_up import join_gate_up as join_weights
 from weft.nn.mlp import ColumnRowMLP
@@ -17,7 +18,15 @@ def join_gate_up(model: nn.Module) -> int:
     These are the modules with the style `column_row_mlp` and modules of `weft.nn.ColumnRowMLP`, without biases of gate
     and up. Call it after `parallelize` and after the model is on its device. The weights keep their values, names and
     gradients.
+
+    Raises:
+        ValueError: `fully_shard`, which gathers each weight into separate memory, has been applied to a module.
     """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            "join_gate_up got a model with modules of fully_shard, which gathers each weight into memory of its own; "
+            "leave join_gate_up out."
+        )
     joined = [weights for module in model.modules() if (weights := gate_up_of(module)) is not None]
     with torch.no_grad():
         for gate, up in joined:
