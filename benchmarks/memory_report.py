@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pictures import DASHES, byte_axis, log_byte_axis, new_pyplot, save_svg
+from pictures import DASHES, PALETTE, byte_axis, log_byte_axis, new_pyplot, save_svg
 
 # The names, in pictures, of the workloads and columns of benchmarks/memory.py.
 WORKLOADS = {
@@ -78,14 +78,16 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Draw, by workload, peaks against ranks with the ideal 1/n line, and the training peak of "weft" by category."""
     pyplot = new_pyplot()
     names = list(dict.fromkeys(row["workload"] for row in report["results"]))
-    figure, axes = pyplot.subplots(len(names), 2, figsize=(11, 4 * len(names)), squeeze=False)
+    figure, axes = pyplot.subplots(
+        len(names), 2, figsize=(13, 4 * len(names)), squeeze=False, gridspec_kw={"width_ratios": [3, 2]}
+    )
     for (curves, bars), name in zip(axes, names, strict=True):
         rows = [row for row in report["results"] if row["workload"] == name]
         _draw_curves(curves, rows)
         _draw_categories(bars, rows)
         workload = WORKLOADS.get(name, name)
-        curves.set_title(f"{workload}: peak of a rank")
-        bars.set_title(f"{workload}: categories at the peak of weft")
+        curves.set_title(f"{workload}\npeak of a rank")
+        bars.set_title(f"{workload}\ncategories at the peak of weft")
     figure.tight_layout()
     save_svg(figure, path, "Peak memory of a rank against the number of ranks, and its categories, by workload")
     pyplot.close(figure)
@@ -94,18 +96,19 @@ def draw(report: dict[str, Any], path: Path) -> None:
 def _draw_curves(axes: Any, rows: list[dict[str, Any]]) -> None:
     columns = list(dict.fromkeys(row["column"] for row in rows))
     for position, column in enumerate(columns):
+        color = PALETTE[list(COLUMNS).index(column) % len(PALETTE)]  # the same for all workloads
         own = sorted((row["num_ranks"], row["peak_bytes"]) for row in rows if row["column"] == column)
         style = {"linestyle": DASHES[position % len(DASHES)], "marker": "o", "markersize": 4}
         # Earlier curves are wider, so that they show on both sides of a later curve with the same points.
         width = 1.2 + 0.5 * (len(columns) - position)
-        axes.plot(*zip(*own, strict=True), label=COLUMNS.get(column, column), linewidth=width, **style)
+        axes.plot(*zip(*own, strict=True), label=COLUMNS.get(column, column), color=color, linewidth=width, **style)
     ideal = sorted((row["num_ranks"], row["ideal_bytes"]) for row in rows if row["column"] == "weft")
     axes.plot(*zip(*ideal, strict=True), "k:", linewidth=1, label="ideal: weft on one rank, divided by the ranks")
     axes.set(xscale="log", yscale="log", xlabel="ranks")
     axes.set_xticks([n for n, _ in ideal], [str(n) for n, _ in ideal])
     axes.minorticks_off()
     log_byte_axis(axes.yaxis)
-    axes.legend(fontsize="small")
+    _draw_legend(axes)
 
 
 def _draw_categories(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -121,4 +124,9 @@ def _draw_categories(axes: Any, rows: list[dict[str, Any]]) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     axes.set(xlabel="ranks")
     byte_axis(axes.yaxis)
-    axes.legend(fontsize="small")
+    _draw_legend(axes, reverse=True)  # in the order of the bars, from top to bottom
+
+
+def _draw_legend(axes: Any, **options: Any) -> None:
+    """Draw the legend to the right of the axes, where it hides no curve."""
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, **options)

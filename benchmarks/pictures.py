@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 # Okabe and Ito (2008), and a grey: distinct for readers with any colour vision.
 PALETTE = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C", "#F0E442"]
@@ -51,6 +50,3 @@ def byte_axis(axis: Any) -> None:
 def save_svg(figure: Any, path: Path, title: str) -> None:
     """Write the figure on white, which is readable in dark mode too, with `title` for screen readers."""
     figure.savefig(path, facecolor="white", metadata={"Date": None, "Title": title})
-    text = path.read_text()
-    start = text.index(">", text.index("<svg")) + 1
-    path.write_text(f"{text[:start]}\n <title>{escape(title)}</title>{text[start:]}")
