@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from weft._plugin.engine import Engine
 
 _LARGE_BYTES = 10**6
+_LOADED = "_weft_pretrained"  # on the user's module: the path of the weights that it was filled with
 
 
 def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None], **shard_options: Any) -> bool:
@@ -27,6 +29,7 @@ def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None],
         shard_options: `entry_points` and `root_is_unit` of `DataAxes.shard`.
     """
     synchronize_metrics_over(engine.data_group, module)
+    _load_pretrained(engine, module)
     engine.broadcast_values(module)
     has_meta = has_meta_tensors(module)
     if engine.plan is not None:
@@ -45,6 +48,18 @@ def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None],
     return has_meta
 
 
+def _load_pretrained(engine: Engine, module: Module) -> None:
+    """Load the option's weights into a module that has not been sharded yet; a later run keeps the trained weights."""
+    path = engine.options.pretrained
+    if path is None or module.__dict__.get(_LOADED) == os.fspath(path):
+        return
+    from weft.strategy import load_pretrained
+
+    report = load_pretrained(module, path)
+    module.__dict__[_LOADED] = os.fspath(path)
+    engine.console.log(f"weft fills {len(report.loaded)} tensors of the model from {os.fspath(path)}.")
+
+
 def _store_rehearsal(engine: Engine, module: Module) -> None:
     from weft.strategy.verification.evidence import store_rehearsal
 
@@ -57,8 +72,9 @@ def _shard_layers(engine: Engine, module: Module) -> None:
     from weft.strategy import parallelize
 
     assert engine.plan is not None
-    stays_plain = engine.data_axes.shards_parameters and not engine.options.has_stages
-    parallelize(module, engine.mesh, engine.plan, keeps_plain_on_one_rank=stays_plain)
+    shards_further = engine.data_axes.shards_parameters
+    stays_plain = shards_further and not engine.options.has_stages
+    parallelize(module, engine.mesh, engine.plan, keeps_plain_on_one_rank=stays_plain, keeps_deferred=shards_further)
 
 
 def _check_gated_mlps(engine: Engine, module: Module) -> None:

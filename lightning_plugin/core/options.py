@@ -7,6 +7,7 @@ The Trainer's strategy has Lightning's own options (`StockOptions`), then those 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -131,6 +132,9 @@ class Options:
         join_gate_up: keep the gate and up weights of each fused gated MLP in one storage, so that in eager mode both
             projections are one matrix product; see `weft.strategy.join_gate_up`. Without data-parallel ranks that
             shard parameters.
+        pretrained: with a plan, a file or directory of pretrained weights, of which each rank reads its shards when
+            the plan is applied; see `weft.load_pretrained`. The names of the files may be those of a module inside the
+            LightningModule. None: the model has the values that its code gives it.
     """
 
     plan: Any = None
@@ -155,6 +159,7 @@ class Options:
     micro_batch_weight: Callable[[Any], float] | None = None
     verify: Literal["auto", "always", "never"] | None = None
     join_gate_up: bool = False
+    pretrained: str | os.PathLike[str] | None = None
 
     @property
     def is_stock(self) -> bool:
@@ -200,6 +205,8 @@ class Options:
             )
         if self.join_gate_up and self.plan is None:
             raise ValueError(f"{owner} got join_gate_up=True without a plan that fuses MLPs; pass plan='auto'.")
+        if self.pretrained is not None:
+            self._validate_pretrained(owner)
         from weft.strategy.modules.activation_checkpointing import check_checkpoint_spec
 
         check_checkpoint_spec(owner, self.activation_checkpointing)
@@ -221,6 +228,21 @@ class Options:
         sizes = self._sizes(owner, data_parallel_size, tensor_parallel_size)
         self._validate_pipeline(owner, sizes)
         return sizes
+
+    def _validate_pretrained(self, owner: str) -> None:
+        if not isinstance(self.pretrained, (str, os.PathLike)):
+            raise TypeError(f"{owner} got pretrained={self.pretrained!r}; pass the path of a file or a directory.")
+        if self.plan is None and not self.needs_plan:
+            raise ValueError(
+                f"{owner} got pretrained={os.fspath(self.pretrained)!r} without a plan, which shards what is read; "
+                "pass plan='auto'."
+            )
+        from weft.strategy.pretrained.files import find_file
+
+        try:
+            find_file(self.pretrained)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{owner}: {error}") from None
 
     def _validate_pipeline(self, owner: str, sizes: Sizes) -> None:
         if self.pipeline_cuts is None:

@@ -1,9 +1,9 @@
 """weft: tensor-parallel operators, modules and plans for PyTorch.
 
 `import weft` loads the C++ operators (`torch.ops.weft.*`, typed in `weft.ops`) and the modules over them
-(`weft.nn`), and registers the c10d backend `weft` (`weft.collectives`). `weft.parallelize`, `weft.export_local` and
-`weft.Plan` are those of `weft.strategy`, which is loaded at first use. `import weft.lightning` registers the Lightning
-and Fabric strategies.
+(`weft.nn`), and registers the c10d backend `weft` (`weft.collectives`). `weft.parallelize`, `weft.load_pretrained`,
+`weft.export_local` and `weft.Plan` are those of `weft.strategy`, which is loaded at first use. `import weft.lightning`
+registers the Lightning and Fabric strategies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         GroupAbortedError,
         PeerLostError,
     )
-    from weft.strategy import Plan, export_local, parallelize
+    from weft.strategy import Plan, export_local, load_pretrained, parallelize
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Plan",
     "collectives",
     "export_local",
+    "load_pretrained",
     "memory",
     "nn",
     "ops",
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 _MODULES = ("collectives", "memory", "nn", "ops", "overlap", "pipeline_links")
-_FROM_STRATEGY = frozenset({"Plan", "export_local", "parallelize"})
+_FROM_STRATEGY = frozenset({"Plan", "export_local", "load_pretrained", "parallelize"})
 
 
 def _load() -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from weft.strategy.pipeline import Pipeline
     from weft.strategy.pipeline.draw import draw
     from weft.strategy.plan import Plan
+    from weft.strategy.pretrained import PretrainedReport, load_pretrained
     from weft.strategy.reports.rank_reports import RankReports, rank_reports
     from weft.strategy.reports.report_table import Report, Row, report
     from weft.strategy.sharding.gradients import check_replicated_gradients, gradient_fingerprint
@@ -47,6 +48,7 @@ _MODULES = {
     "optimizers.in_backward": ("StepInBackward",),
     "pipeline": ("Pipeline", "draw"),
     "plan": ("Plan",),
+    "pretrained": ("PretrainedReport", "load_pretrained"),
     "reports.rank_reports": ("RankReports", "rank_reports"),
     "reports.report_table": ("Report", "Row", "report"),
     "sharding.gradients": ("check_replicated_gradients", "gradient_fingerprint"),
@@ -71,6 +73,7 @@ __all__ = [
     "Mesh",
     "Pipeline",
     "Plan",
+    "PretrainedReport",
     "RankReports",
     "Report",
     "Row",
@@ -85,6 +88,7 @@ __all__ = [
     "fuse",
     "gradient_fingerprint",
     "join_gate_up",
+    "load_pretrained",
     "local_of",
     "local_parameters",
     "parallelize",

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.strategy._plan import shard_range
-from weft.strategy.deferred import check_written, materialize
+from weft.strategy.deferred import check_written, materialize, materialize_buffers
 from weft.strategy.modules.activation_checkpointing import CheckpointedModule, checkpoint_activations
 from weft.strategy.modules.offload import offload_activations
 from weft.strategy.modules.parallel_classes import set_parallel_class
@@ -31,7 +31,12 @@ from weft.strategy.verification.evidence import drop_rehearsal
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, plan: Rules | Plan, *, keeps_plain_on_one_rank: bool = False
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Rules | Plan,
+    *,
+    keeps_plain_on_one_rank: bool = False,
+    keeps_deferred: bool = False,
 ) -> nn.Module:
     """Shard a model over the tensor-parallel axis of a mesh, in place.
 
@@ -47,6 +52,8 @@ def parallelize(
         plan: see `Plan`. Applying the same plan again changes nothing.
         keeps_plain_on_one_rank: keep parameters plain if the tensor-parallel axis has one rank, because FSDP2 is faster
             on plain tensors than on DTensors. Has no effect if a rule sets a precision.
+        keeps_deferred: leave the shards of deferred parameters deferred, because they are sharded further:
+            `apply_fsdp` and `Pipeline.fully_shard` materialize what is left of them.
 
     Returns:
         `model`.
@@ -61,6 +68,7 @@ def parallelize(
     if _is_applied(model, tp_mesh, key):
         plan._applied_to(model)
         return model
+    materialize_buffers(model)
     assignments = plan.assign(model, tp_mesh.size())
     drop_rehearsal(model)
     roles: dict[int, SequenceRole] = {}
@@ -75,8 +83,9 @@ def parallelize(
     excluded |= ignored
     stays_plain = keeps_plain_on_one_rank and tp_mesh.size() == 1
     stays_plain = stays_plain and not any(options.precision for options in assignments.options.values())
-    materialized = _replace_parameters(model, None if stays_plain else tp_mesh, dims)
-    materialize(model)
+    materialized = _replace_parameters(model, None if stays_plain else tp_mesh, dims, keeps_deferred)
+    if not keeps_deferred:
+        materialize(model)
     _set_parallel_classes(model, tp_mesh, assignments, roles, excluded)
     notes = [*assignments.notes, *_apply_options(model, assignments)]
     for (module_name, attribute), count in assignments.heads.items():
@@ -221,7 +230,9 @@ def _held_parameters(attribute: str, value: object) -> Iterable[nn.Parameter]:
     return (item for item in items if isinstance(item, nn.Parameter))
 
 
-def _replace_parameters(model: nn.Module, mesh: DeviceMesh | None, dims: dict[int, int | None]) -> str:
+def _replace_parameters(
+    model: nn.Module, mesh: DeviceMesh | None, dims: dict[int, int | None], keeps_deferred: bool
+) -> str:
     """Replace parameters one at a time, so that each full parameter is freed before the next is sharded.
 
     Without a mesh the new parameters are plain ones.
@@ -240,9 +251,13 @@ def _replace_parameters(model: nn.Module, mesh: DeviceMesh | None, dims: dict[in
         module_name, module, name = holders[0]
         # A variable for the full parameter would keep it alive until the next one is sharded.
         if mesh is None:
+            if keeps_deferred:
+                continue
             new, was_full = to_plain(cast("nn.Parameter", module._parameters[name])), False
         else:
-            new, was_full = to_dtensor(cast("nn.Parameter", module._parameters[name]), mesh, dims[parameter_id])
+            parameter = cast("nn.Parameter", module._parameters[name])
+            new, was_full = to_dtensor(parameter, mesh, dims[parameter_id], keeps_deferred)
+            del parameter
         materialized += [join(module_name, name)] if was_full else []
         for _, module, name in holders:
             module._parameters[name] = new

@@ -191,7 +191,7 @@ def test_peak_of_replayed_calls(rank: int) -> None:
     with counted() as count:
         with deferred_init():
             computed = ((torch.randn(500, 1000) * 0.3) + 1).exp()
-            view = torch.randn(1500, 1000)[:500]
+            view = torch.randn(1500, 1000).as_strided((500, 1000), (1000, 1))
         for tensor, largest in ((computed, 2 * 2_000_000), (view, 6_000_000)):
             weft.memory.reset_peak()
             before = count.now()
@@ -199,6 +199,27 @@ def test_peak_of_replayed_calls(rank: int) -> None:
             assert not streamed and shard.shape[0] == 50
             assert count.peak() - before <= largest + shard.nbytes + 100_000
             del shard
+
+
+@on_ranks(1)
+def test_peak_of_views(rank: int) -> None:
+    """A shard of a view is drawn in chunks, and so is a part of a shard."""
+    torch.manual_seed(3)
+    expected = torch.randn(1500, 1000)[500:, 7:].t()
+    torch.manual_seed(3)
+    with counted() as count:
+        with deferred_init():
+            view = torch.randn(1500, 1000)[500:, 7:].t()
+            part = view.narrow(0, 100, 300).clone(memory_format=torch.contiguous_format).narrow(1, 10, 900)
+        for tensor, value in ((view, expected), (part, expected[100:400, 10:910])):
+            for dim in range(2):
+                weft.memory.reset_peak()
+                before = count.now()
+                shard, streamed = shard_of(tensor, dim, 100, 50)
+                assert streamed and torch.equal(shard, value.narrow(dim, 100, 50))
+                # Rows or columns of the full tensor are drawn, of which the shard is a part.
+                assert count.peak() - before <= 1500 * 50 * 4 + shard.nbytes + 600_000
+                del shard
 
 
 @on_ranks(2, 3)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from weft.strategy.deferred import materialize
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.modules.offload import OffloadedModule
 from weft.strategy.sharding.state import original_class, state_of
@@ -103,6 +104,7 @@ def apply_fsdp(
         names = ["", *names]
     if mesh.device_type == "cpu":
         _disable_prefetch(model, names)
+    materialize(model)
     model.__dict__[_MARK] = (key, tuple(names))
     return names
 

@@ -7,6 +7,7 @@ from weft.strategy.deferred.materialize import (
     full_value_of,
     is_deferred,
     materialize,
+    materialize_buffers,
     shard_of,
 )
 
@@ -17,5 +18,6 @@ __all__ = [
     "full_value_of",
     "is_deferred",
     "materialize",
+    "materialize_buffers",
     "shard_of",
 ]

@@ -13,6 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from weft.strategy.deferred.files import deferring_files
 from weft.strategy.deferred.stream import EMPTY
 from weft.strategy.deferred.tape import Tape
 from weft.strategy.deferred.tensor import DeferredTensor, call, record, record_in_place
@@ -93,7 +94,7 @@ def deferred_init(min_bytes: int = MIN_BYTES) -> Iterator[None]:
 
     init._no_grad_trunc_normal_ = trunc_normal
     try:
-        with _DeferringMode(tape, min_bytes):
+        with deferring_files(tape, min_bytes), _DeferringMode(tape, min_bytes):
             yield
     finally:
         init._no_grad_trunc_normal_ = original

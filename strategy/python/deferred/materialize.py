@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.strategy.deferred import stream
+from weft.strategy.deferred.regions import region_of
 from weft.strategy.deferred.tape import storage_of
 from weft.strategy.deferred.tensor import DeferredTensor
 from weft.strategy.deferred.unwritten import is_unwritten
+from weft.strategy.deferred.views import full_region
 
 _DEFERRED_ATTRIBUTES = ("meta", "tape", "_is_param")
 
@@ -35,6 +37,10 @@ def _value_of(tensor: DeferredTensor) -> Tensor:
     if storage in tensor.tape.materialized:
         materialized = tensor.tape.materialized[storage].detach()
         return materialized.as_strided(tensor.meta.shape, tensor.meta.stride(), tensor.meta.storage_offset())
+    if tensor.tape.reads_files and tensor.meta.is_contiguous():
+        values = region_of(tensor.tape, tensor.meta, tensor.device, full_region(tensor.meta.shape))
+        if values is not None:
+            return values
     [value] = tensor.tape.replay([tensor.meta])
     return value.detach()
 
@@ -47,6 +53,10 @@ def shard_of(tensor: DeferredTensor, dim: int, start: int, length: int) -> tuple
     if storage_of(tensor.meta) not in tensor.tape.materialized:
         with torch.no_grad():
             made = stream.shard(tensor.tape, tensor.meta, tensor.device, dim, start, length)
+        if made is None:
+            region = list(full_region(tensor.meta.shape))
+            region[dim] = (start, start + length)
+            made = region_of(tensor.tape, tensor.meta, tensor.device, tuple(region))
         if made is not None:
             return made, True
     return _value_of(tensor).narrow(dim, start, length).clone(memory_format=torch.contiguous_format), False
@@ -98,6 +108,17 @@ def materialize(module: nn.Module) -> list[str]:
                 if new is not item:
                     owner.__dict__[name] = new
     return names
+
+
+def materialize_buffers(module: nn.Module) -> None:
+    """Materialize the deferred buffers, which every rank holds in full, before a plan's checks read them repeatedly."""
+    made: dict[int, Tensor] = {}
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if is_deferred(buffer):
+                if id(buffer) not in made:
+                    made[id(buffer)] = plain_of(buffer, full_value_of(buffer))
+                owner._buffers[name] = made[id(buffer)]
 
 
 def plain_of(tensor: DeferredTensor, value: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ _RANDOM = {
     aten.random_.__getattr__("from"),
 }
 # Calls that change each element in place; their other arguments are numbers or, as `_write_of` checks, 0-dim tensors.
-_ELEMENTWISE = {
+ELEMENTWISE = {
     aten.fill_.Scalar,
     aten.fill_.Tensor,
     aten.zero_.default,
@@ -75,8 +75,8 @@ EMPTY = {
     aten.new_empty_strided.default,
     aten.empty_like.default,
 }
-_CONSTANT = {aten.zeros.default: 0, aten.ones.default: 1, aten.zeros_like.default: 0, aten.ones_like.default: 1}
-_VIEWS = {
+CONSTANT = {aten.zeros.default: 0, aten.ones.default: 1, aten.zeros_like.default: 0, aten.ones_like.default: 1}
+VIEWS = {
     aten.detach.default,
     aten.alias.default,
     aten.view.default,
@@ -240,10 +240,10 @@ def _writes(tape: Tape, storage: Storage, meta: Tensor) -> tuple[float | None, l
     is_known = True
     for entry in tape.entries_of(storage):
         function = entry.function
-        if function in EMPTY or function in _VIEWS:
+        if function in EMPTY or function in VIEWS:
             continue
-        if function in _CONSTANT or function is aten.full.default:
-            initial = _CONSTANT[function] if function in _CONSTANT else entry.args[1]
+        if function in CONSTANT or function is aten.full.default:
+            initial = CONSTANT[function] if function in CONSTANT else entry.args[1]
             continue
         write = _write_of(entry, meta)
         if write is None:
@@ -260,7 +260,7 @@ def _write_of(entry: Entry, meta: Tensor) -> _Write | None:
     """Return an entry as a `_Write`; None if it is no elementwise or chunked random call on a contiguous range."""
     function = entry.function
     target: Any = entry.args[0] if entry.args else None
-    if function not in _RANDOM and function not in _ELEMENTWISE:
+    if function not in _RANDOM and function not in ELEMENTWISE:
         return None
     if not target.is_contiguous() or target.dtype != meta.dtype or meta_tensors(entry.args[1:], entry.kwargs):
         return None
@@ -280,7 +280,7 @@ def is_written(tape: Tape, meta: Tensor) -> bool:
     storage = storage_of(meta)
     functions = (entry.function for entry in tape.entries_of(storage))
     return storage in tape.materialized or any(
-        function not in EMPTY and function not in _VIEWS for function in functions
+        function not in EMPTY and function not in VIEWS for function in functions
     )
 
 

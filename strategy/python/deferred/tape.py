@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,16 @@ class Entry:
     versions: tuple[tuple[Tensor, int], ...] = ()
     random: RandomState | None = None
 
+    def check_versions(self) -> None:
+        """Raise RuntimeError if a tensor with values that the call read has been changed since."""
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"deferred_init: {self.function} read a tensor of shape {tuple(tensor.shape)} that has been "
+                    "changed since; build that module outside of deferred_init, or give it a copy of the tensor, "
+                    "and do not use the model before weft.parallelize."
+                )
+
     def reads(self) -> set[Storage]:
         return {storage_of(tensor) for tensor in meta_tensors(self.args, self.kwargs)}
 
@@ -63,19 +74,33 @@ class Tape:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
+        self.reads_files = False  # whether a call reads a tensor from a file
         self._entries_of: dict[Storage, list[int]] = {}
+        self._lock = threading.Lock()  # code that loads files records calls in threads of its own
         # Storages whose values were read, each with a real tensor of its values; all later calls on it are executed.
         self.materialized: dict[Storage, Tensor] = {}
 
     def record(self, entry: Entry) -> None:
         """Append a call."""
-        for storage in entry.writes | {storage_of(tensor) for tensor in meta_tensors(entry.result)}:
-            self._entries_of.setdefault(storage, []).append(len(self.entries))
-        self.entries.append(entry)
+        with self._lock:
+            for storage in entry.writes | {storage_of(tensor) for tensor in meta_tensors(entry.result)}:
+                self._entries_of.setdefault(storage, []).append(len(self.entries))
+            self.entries.append(entry)
 
     def entries_of(self, storage: Storage) -> list[Entry]:
         """Return the calls that created, changed or viewed a storage."""
-        return [self.entries[index] for index in self._entries_of.get(storage, ())]
+        return [entry for _, entry in self.indexed_entries_of(storage)]
+
+    def indexed_entries_of(self, storage: Storage) -> list[tuple[int, Entry]]:
+        """Return the calls of `entries_of`, each with its index in program order."""
+        return [(index, self.entries[index]) for index in self._entries_of.get(storage, ())]
+
+    def producer_of(self, meta: Tensor) -> Entry | None:
+        """Return the call that made a tensor: the one that created its storage, or the one that made this view."""
+        for entry in self.entries_of(storage_of(meta)):
+            if any(each is meta for each in meta_tensors(entry.result)):
+                return entry
+        return None
 
     def _needed(self, storages: Iterable[Storage]) -> list[Entry]:
         needed: set[int] = set()
@@ -115,13 +140,7 @@ def _execute(entry: Entry, values: dict[int, Tensor]) -> None:
     Raises:
         RuntimeError: as `Tape.replay`.
     """
-    for tensor, version in entry.versions:
-        if tensor._version != version:
-            raise RuntimeError(
-                f"deferred_init: {entry.function} read a tensor of shape {tuple(tensor.shape)} that has been "
-                "changed since; build that module outside of deferred_init, or give it a copy of the tensor, "
-                "and do not use the model before weft.parallelize."
-            )
+    entry.check_versions()
 
     def value_of(leaf: Any) -> Any:
         return values[id(leaf)] if isinstance(leaf, Tensor) and leaf.is_meta else leaf

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.strategy.data_parallel.reducer import average_gradient
+from weft.strategy.deferred import materialize
 from weft.strategy.pipeline.staged_model import StagedModel
 from weft.strategy.pipeline.stages import ANY_STAGE
 
@@ -47,6 +48,7 @@ class ShardedStages:
             assert isinstance(unit, FSDPModule)
             for stage in stages:
                 self._units[stage].append(unit)
+        materialize(staged.model)
         of_layers = {
             id(p) for units in self._units.values() for unit in units for p in cast("nn.Module", unit).parameters()
         }

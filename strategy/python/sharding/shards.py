@@ -45,19 +45,21 @@ def group_name_of(mesh: DeviceMesh) -> str:
     return "" if mesh.size() == 1 else mesh.get_group().group_name
 
 
-def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, bool]:
+def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None, keeps_deferred: bool) -> tuple[DTensor, bool]:
     """Return `tensor` as a DTensor: with a copy of this rank's shard along `dim`, or replicated if `dim` is None.
 
-    A replicated tensor, or one on a mesh of one rank, is not copied. The second result: whether a deferred tensor had
-    to be materialized in full to make a shard of it.
+    A replicated tensor, or one on a mesh of one rank, is not copied. With `keeps_deferred` the local tensor of
+    a deferred tensor is deferred, too. The second result: whether a deferred tensor had to be materialized in full to
+    make a shard of it.
     """
     num_ranks = mesh.size()
     is_sharded = dim is not None and num_ranks > 1
     was_full = False
-    local = full_value_of(tensor) if is_deferred(tensor) and not is_sharded else tensor.detach()
+    materializes = is_deferred(tensor) and not keeps_deferred
+    local = full_value_of(tensor) if is_deferred(tensor) and materializes and not is_sharded else tensor.detach()
     if dim is not None and is_sharded:
         start, length = shard_range(tensor.shape[dim], num_ranks, mesh.get_local_rank())
-        if is_deferred(tensor):
+        if is_deferred(tensor) and materializes:
             local, is_drawn_in_chunks = shard_of(tensor, dim, start, length)
             was_full = not is_drawn_in_chunks
         else:
@@ -70,18 +72,20 @@ def _shard(tensor: Tensor, mesh: DeviceMesh, dim: int | None) -> tuple[DTensor, 
     return dtensor, was_full
 
 
-def to_dtensor(parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tuple[nn.Parameter, bool]:
+def to_dtensor(
+    parameter: nn.Parameter, mesh: DeviceMesh, dim: int | None, keeps_deferred: bool = False
+) -> tuple[nn.Parameter, bool]:
     """Return a Parameter with a plain one's values that is a DTensor, sharded along `dim`, or replicated if None.
 
     Shards follow torch.chunk (the last ones smaller or empty). Attributes set on the parameter, requires_grad and the
-    gradient are kept; a meta tensor stays meta. The second result: whether a deferred parameter had to be materialized
-    in full to make a shard of it.
+    gradient are kept; a meta tensor stays meta, and a deferred one deferred if `keeps_deferred`. The second result:
+    whether a deferred parameter had to be materialized in full to make a shard of it.
     """
     with torch.no_grad():
-        dtensor, was_full = _shard(parameter, mesh, dim)
+        dtensor, was_full = _shard(parameter, mesh, dim, keeps_deferred)
         result = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
-            result.grad, _ = _shard(parameter.grad, mesh, dim)
+            result.grad, _ = _shard(parameter.grad, mesh, dim, keeps_deferred)
     result.__dict__.update(attributes_of(parameter))
     return result, was_full
 

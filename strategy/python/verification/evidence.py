@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from weft.strategy.deferred import materialize_buffers
 from weft.strategy.recognition.assignments import Assignment, Assignments, InputShapes, display_name, join
 from weft.strategy.sharding.remote_layers import RemoteLayer
 from weft.strategy.verification.decide import Decision, decide, verdict_with
@@ -29,6 +30,7 @@ def store_rehearsal(model: nn.Module, example: Any = None) -> Rehearsal:
     A plan that is applied later, when the model has only the layers of some pipeline stages, uses the stored rehearsal.
     If one is stored already, no other is made.
     """
+    materialize_buffers(model)
     if model.__dict__.get(_REHEARSAL) is None:
         model.__dict__[_REHEARSAL] = StoredRehearsal(model, None if example is None else sample_of(example))
     stored: StoredRehearsal = model.__dict__[_REHEARSAL]

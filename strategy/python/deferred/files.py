@@ -1,0 +1,184 @@
+"""Defers the tensors that code loads from files inside `deferred_init`: safetensors files and files of torch.save.
+
+There, `safetensors.safe_open` and `torch.load` give deferred tensors in place of large ones. Code that loads
+a checkpoint, such as transformers' `from_pretrained`, then reads only names, shapes and dtypes. When a deferred tensor
+is materialized, it reads the elements of the shard from the memory-mapped file, and no others.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
+
+from weft.strategy.deferred.tape import Entry, Tape, storage_of
+from weft.strategy.deferred.tensor import DeferredTensor
+
+Region = tuple[tuple[int, int], ...]  # the first index and the end (exclusive) in each dim
+
+
+class FileTensor:
+    """A tensor in a file, of which regions can be read.
+
+    Args:
+        shape: of the full tensor.
+        dtype: of the tensor in the file.
+        view: returns the elements that slices, one for each dim, select. Its result may be memory of the file.
+    """
+
+    num_bytes_read = 0  # by all objects of this process, in bytes of the file
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, view: Callable[[tuple[slice, ...]], Tensor]) -> None:
+        self.shape, self.dtype = shape, dtype
+        self._view = view
+
+    def read(self, region: Region) -> Tensor:
+        """Return the elements of a region; the caller must not change them, because they may be memory of the file."""
+        with no_dispatch(), torch.no_grad():
+            values = self._view(tuple(slice(first, end) for first, end in region))
+        FileTensor.num_bytes_read += values.nbytes
+        return values
+
+
+def read_full(tensor: FileTensor) -> Tensor:
+    """Return all elements of a tensor, in new memory."""
+    return tensor.read(tuple((0, size) for size in tensor.shape)).clone(memory_format=torch.contiguous_format)
+
+
+def deferred_of(tensor: FileTensor, tape: Tape) -> DeferredTensor:
+    """Return a deferred tensor on the CPU with the values of a tensor in a file."""
+    with no_dispatch():
+        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    tape.reads_files = True
+    tape.record(Entry(read_full, (tensor,), {}, meta, frozenset({storage_of(meta)})))
+    return DeferredTensor(meta, tape, torch.device("cpu"))
+
+
+def tensor_of_safetensors(handle: Any, name: str) -> FileTensor:
+    """Return a tensor of an open safetensors file."""
+    shape = tuple(handle.get_slice(name).get_shape())
+    with no_dispatch():
+        # An empty slice tells the dtype; a tensor without dims has no slices.
+        like = handle.get_slice(name)[0:0] if shape else handle.get_tensor(name)
+    if not shape:
+        return FileTensor(shape, like.dtype, lambda _: like)
+    return FileTensor(shape, like.dtype, lambda slices: handle.get_slice(name)[slices])
+
+
+class _DeferringFile:
+    """An open safetensors file whose large tensors are deferred; otherwise as the object of safetensors."""
+
+    def __init__(self, handle: Any, tape: Tape, min_bytes: int, device: torch.device) -> None:
+        self._handle, self._tape, self._min_bytes, self._device = handle, tape, min_bytes, device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def __enter__(self) -> _DeferringFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the file open: deferred tensors read it later, and the last one closes it."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        tensor = tensor_of_safetensors(self._handle, name)
+        num_bytes = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
+        if num_bytes < self._min_bytes:
+            with no_dispatch():
+                return read_full(tensor).to(self._device)
+        return deferred_of(tensor, self._tape).to(self._device)
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        return {name: self.get_tensor(name) for name in self._handle.keys()}  # noqa: SIM118  (no mapping)
+
+    def get_slice(self, name: str) -> _DeferringSlice:
+        return _DeferringSlice(self, name)
+
+
+class _DeferringSlice:
+    """What `get_slice` of an open file returns: indexing it gives elements of a tensor."""
+
+    def __init__(self, file: _DeferringFile, name: str) -> None:
+        self._file, self._name = file, name
+        self._slice = file._handle.get_slice(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._slice, name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._file.get_tensor(self._name)[index]
+
+
+@contextmanager
+def deferring_files(tape: Tape, min_bytes: int) -> Iterator[None]:
+    """Inside, tensors of at least `min_bytes` that code loads from files are deferred, on the given tape."""
+    load = torch.load
+
+    def load_deferred(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_mappable = isinstance(f, (str, os.PathLike)) and zipfile.is_zipfile(f)
+        if is_mappable and kwargs.get("mmap") is None and map_location in (None, "cpu", torch.device("cpu")):
+            kwargs["mmap"] = True
+        with no_dispatch():
+            loaded = load(f, map_location, *args, **kwargs)
+        return tree_map_only(Tensor, deferred_copy, loaded) if kwargs.get("mmap") else loaded
+
+    def deferred_copy(tensor: Tensor) -> Tensor:
+        is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
+        if not is_plain or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.nbytes < min_bytes:
+            return tensor
+        values = tensor.detach()
+        copy = deferred_of(FileTensor(tuple(values.shape), values.dtype, values.__getitem__), tape)
+        return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
+
+    with _patched_safe_open(tape, min_bytes):
+        torch.load = load_deferred
+        try:
+            yield
+        finally:
+            torch.load = load
+
+
+_tapes: list[tuple[Tape, int]] = []  # of the contexts that are active, each with its `min_bytes`
+_original: list[Any] = []  # safetensors' own `safe_open`, once it has been replaced
+
+
+@contextmanager
+def _patched_safe_open(tape: Tape, min_bytes: int) -> Iterator[None]:
+    """Replace `safe_open` in all modules that have imported it, such as transformers'."""
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        yield
+        return
+    modules = list(sys.modules.values())
+    patched = [each for each in modules if getattr(each, "__dict__", {}).get("safe_open") is safe_open]
+    if not _original:
+        _original.append(safe_open)
+    _tapes.append((tape, min_bytes))
+    for module in patched:
+        module.__dict__["safe_open"] = _safe_open
+    try:
+        yield
+    finally:
+        _tapes.pop()
+        for module in patched:
+            module.__dict__["safe_open"] = safe_open
+
+
+def _safe_open(filename: Any, framework: Any = "pt", device: Any = "cpu", **kwargs: Any) -> Any:
+    """Open a safetensors file; as `safetensors.safe_open` outside of `deferred_init`.
+
+    A module that is imported inside a `deferred_init` keeps this function.
+    """
+    [original] = _original
+    if not _tapes or framework not in ("pt", "torch", "pytorch"):
+        return original(filename, framework=framework, device=device, **kwargs)
+    return _DeferringFile(original(filename, framework="pt", **kwargs), *_tapes[-1], torch.device(device))
