@@ -15,13 +15,18 @@ from typing import Any
 
 from weft._plugin.fabric_mixin import FabricMixin
 from weft._plugin.memory_monitor import MemoryMixin
+from weft._plugin.pretrained_checkpoint import PretrainedCheckpointMixin
 from weft._plugin.process_guard import watch_launcher
 from weft._plugin.signatures import checked_init, doc_of_options, init_of_options
 from weft._plugin.throughput_monitor import ThroughputMixin
 from weft._plugin.trainer_mixin import TrainerMixin
 
 CLASS_NAME = "WeftModelParallelStrategy"
-CALLBACKS: dict[str, type] = {"ThroughputMonitor": ThroughputMixin, "MemoryMonitor": MemoryMixin}
+CALLBACKS: dict[str, type] = {
+    "ThroughputMonitor": ThroughputMixin,
+    "MemoryMonitor": MemoryMixin,
+    "PretrainedCheckpoint": PretrainedCheckpointMixin,
+}
 # The sizes for each registered name; the plan is "auto", which recognises the model.
 PRESETS: dict[str, dict[str, Any]] = {
     "weft": {},

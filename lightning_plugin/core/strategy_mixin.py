@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +67,28 @@ class StrategyMixin(StockStrategy):
             RuntimeError: no model has been set up in stages yet.
         """
         return self._engine.stages.existing_pipeline()
+
+    def save_pretrained(
+        self,
+        directory: str | os.PathLike[str],
+        module: torch.nn.Module | None = None,
+        *,
+        max_shard_size: int | str = "5GB",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Write a module's weights to a new directory in the layout of Hugging Face: see `weft.save_pretrained`.
+
+        Collective over all ranks. `module`: None: the Trainer's LightningModule; under Fabric, pass the module.
+
+        Raises:
+            ValueError: there is no module.
+        """
+        from weft.strategy import save_pretrained
+
+        module = getattr(self, "lightning_module", None) if module is None else module
+        if module is None:
+            raise ValueError(f"{self._engine.name}.save_pretrained got no module; pass the module that was set up.")
+        save_pretrained(module, directory, max_shard_size=max_shard_size, dtype=dtype)
 
     def _configure_launcher(self) -> None:
         self._engine.check_devices()

@@ -15,5 +15,12 @@ _FLAVOUR = factory.LIGHTNING_TRAINER if factory.LIGHTNING_TRAINER.is_installed e
 WeftModelParallelStrategy = factory.strategy_class(_FLAVOUR)
 ThroughputMonitor = factory.callback_class(_FLAVOUR, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(_FLAVOUR, "MemoryMonitor")
+PretrainedCheckpoint = factory.callback_class(_FLAVOUR, "PretrainedCheckpoint")
 
-__all__ = ["MemoryMonitor", "ThroughputMonitor", "WeftModelParallelStrategy", "consolidate_checkpoint"]
+__all__ = [
+    "MemoryMonitor",
+    "PretrainedCheckpoint",
+    "ThroughputMonitor",
+    "WeftModelParallelStrategy",
+    "consolidate_checkpoint",
+]

@@ -10,5 +10,12 @@ factory.register_installed()
 WeftModelParallelStrategy = factory.strategy_class(factory.PYTORCH_LIGHTNING)
 ThroughputMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "MemoryMonitor")
+PretrainedCheckpoint = factory.callback_class(factory.PYTORCH_LIGHTNING, "PretrainedCheckpoint")
 
-__all__ = ["MemoryMonitor", "ThroughputMonitor", "WeftModelParallelStrategy", "consolidate_checkpoint"]
+__all__ = [
+    "MemoryMonitor",
+    "PretrainedCheckpoint",
+    "ThroughputMonitor",
+    "WeftModelParallelStrategy",
+    "consolidate_checkpoint",
+]

@@ -2,8 +2,8 @@
 
 `import weft` loads the C++ operators (`torch.ops.weft.*`, typed in `weft.ops`) and the modules over them
 (`weft.nn`), and registers the c10d backend `weft` (`weft.collectives`). `weft.parallelize`, `weft.load_pretrained`,
-`weft.export_local` and `weft.Plan` are those of `weft.strategy`, which is loaded at first use. `import weft.lightning`
-registers the Lightning and Fabric strategies.
+`weft.save_pretrained`, `weft.export_local` and `weft.Plan` are those of `weft.strategy`, which is loaded at first use.
+`import weft.lightning` registers the Lightning and Fabric strategies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         GroupAbortedError,
         PeerLostError,
     )
-    from weft.strategy import Plan, export_local, load_pretrained, parallelize
+    from weft.strategy import Plan, export_local, load_pretrained, parallelize, save_pretrained
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,11 +40,12 @@ __all__ = [
     "overlap",
     "parallelize",
     "pipeline_links",
+    "save_pretrained",
     "strategy",
 ]
 
 _MODULES = ("collectives", "memory", "nn", "ops", "overlap", "pipeline_links")
-_FROM_STRATEGY = frozenset({"Plan", "export_local", "load_pretrained", "parallelize"})
+_FROM_STRATEGY = frozenset({"Plan", "export_local", "load_pretrained", "parallelize", "save_pretrained"})
 
 
 def _load() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from support import pretrained
 from support.ranks import on_ranks, run_on_ranks
-from weft.lightning import WeftModelParallelStrategy
+from weft.lightning import PretrainedCheckpoint, WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 from weft.strategy.deferred.files import FileTensor
 
@@ -81,7 +81,9 @@ def fit(rank: int, world_size: int, path: Path, layout: str, option: bool) -> di
         strategy = WeftModelParallelStrategy(plan="auto", **{**sizes, **options, **given})
     model = FineTuned(None if option else path)
     before = FileTensor.num_bytes_read
-    run = trainer(world_size, strategy, path.parent / "runs")
+    saved = path.parent / "saved" / f"{layout}, {option}"
+    callbacks = [PretrainedCheckpoint(saved, every_n_steps=2)] if layout else []
+    run = trainer(world_size, strategy, path.parent / "runs", callbacks=callbacks)
     data_rank = rank % num_data if "pp2" in layout else rank // (world_size // num_data)
     run.fit(model, DataLoader(batches(num_data, data_rank), batch_size=None))
     held = sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in model.parameters())
@@ -108,9 +110,15 @@ def one_device(path: Path) -> dict[str, Tensor]:
 def test_training_matches_one_device(path: Path, layout: str, option: bool) -> None:
     expected = one_device(path)
     results = run_on_ranks(LAYOUTS[layout][0], fit, path=path, layout=layout, option=option)
+    saved = path.parent / "saved" / f"{layout}, {option}"
+    assert sorted(each.name for each in saved.iterdir()) == ["step=2", f"step={NUM_STEPS}"]
+    last = pretrained.model_class("llama").from_pretrained(saved / f"step={NUM_STEPS}").state_dict()
+    middle = pretrained.stored(saved / "step=2")
+    assert middle.keys() == last.keys() and not torch.equal(middle["lm_head.weight"], last["lm_head.weight"])
     assert set().union(*(result["weights"] for result in results)) == expected.keys()
     for result in results:
         for name, value in result["weights"].items():
+            assert torch.equal(last[name.removeprefix("network.")], value), name
             difference = (value - expected[name]).norm()
             assert difference <= TOLERANCE * expected[name].norm(), name
         assert 0 < result["read"] <= result["held"] + NORM_BYTES
@@ -132,6 +140,27 @@ def test_fabric_reads_shards(rank: int, world_size: int, path: Path) -> None:
         expected = pretrained.build("llama", **SIZES).state_dict()
         for name, value in weights(model.module).items():
             assert torch.equal(value, expected[name.removeprefix("_forward_module.")]), name
+
+
+def test_wrong_callback_raises_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"PretrainedCheckpoint got every_n_steps=0; pass a number of steps from 1 on"):
+        PretrainedCheckpoint(tmp_path, every_n_steps=0)
+    with pytest.raises(ValueError, match=r"got max_shard_size='much'; pass a positive size"):
+        PretrainedCheckpoint(tmp_path, max_shard_size="much")
+    run = trainer(1, "auto", tmp_path, callbacks=[PretrainedCheckpoint(tmp_path)])
+    with pytest.raises(
+        TypeError, match=r"PretrainedCheckpoint got a Trainer with a SingleDeviceStrategy; pass strateg"
+    ):
+        run.fit(FineTuned(None), DataLoader(batches(1, 0), batch_size=None))
+
+
+@on_ranks(1)
+def test_wrong_module_raises_error(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
+    run = trainer(1, WeftModelParallelStrategy(plan="auto"), tmp_path)
+    run.callbacks.append(PretrainedCheckpoint(tmp_path, module="model"))
+    with pytest.raises(ValueError, match=r"got module='model', which FineTuned lacks; pass the name of one of its"):
+        run.fit(FineTuned(None), DataLoader(batches(1, 0), batch_size=None))
 
 
 def test_wrong_options_raise_errors(tmp_path: Path, path: Path) -> None:

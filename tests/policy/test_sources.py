@@ -56,7 +56,9 @@ def test_public_names_of_weft() -> None:
     errors = ["CollectiveError", "CollectiveMismatchError", "CollectiveTimeoutError"]
     errors += ["GroupAbortedError", "PeerLostError"]
     modules = ["collectives", "memory", "nn", "ops", "overlap", "pipeline_links", "strategy"]
-    assert sorted(weft.__all__) == sorted([*errors, *modules, "Plan", "export_local", "load_pretrained", "parallelize"])
+    assert sorted(weft.__all__) == sorted(
+        [*errors, *modules, "Plan", "export_local", "load_pretrained", "parallelize", "save_pretrained"]
+    )
     assert sorted(weft.nn.__all__) == [
         "AllGatherLinear",
         "ColumnLinear",

@@ -72,6 +72,35 @@ def save(family: str, folder: Path, **options: Any) -> Path:
     return path
 
 
+def stored(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of the safetensors files of a directory."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        loaded = load_file(file)
+        assert not tensors.keys() & loaded.keys()
+        tensors |= loaded
+    return tensors
+
+
+def assert_same_directories(ours: Path, theirs: Path) -> None:
+    """Compare the files' tensors and the models that transformers makes of two directories, bit for bit."""
+    left, right = stored(ours), stored(theirs)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(value, right[name]) for name, value in left.items())
+    loaded = [model_class(theirs.name).from_pretrained(each, dtype="auto") for each in (ours, theirs)]
+    assert type(loaded[0]) is type(loaded[1])
+    states = [each.state_dict() for each in loaded]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert value.dtype == states[1][name].dtype and torch.equal(value, states[1][name]), name
+    configs = [each.config.to_dict() for each in loaded]
+    for config in configs:
+        del config["_name_or_path"]
+    assert configs[0] == configs[1]
+
+
 def tokens() -> Tensor:
     return torch.randint(3, VOCAB, (4, 9), generator=torch.Generator().manual_seed(1))
 
@@ -80,3 +109,15 @@ def loss_of(logits: Tensor, seed: int) -> Tensor:
     """Return a loss that depends on each logit differently."""
     weights = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(seed))
     return (logits * weights).sum() / 100
+
+
+def second_block(family: str) -> str:
+    """Return the name of the second of the two blocks."""
+    names = {
+        "gpt2": "transformer.h",
+        "falcon": "transformer.h",
+        "opt": "model.decoder.layers",
+        "gpt_neox": "gpt_neox.layers",
+        "bert": "bert.encoder.layer",
+    }
+    return f"{names.get(family, 'model.layers')}.1"

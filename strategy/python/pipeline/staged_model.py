@@ -26,7 +26,7 @@ from weft.strategy.pipeline.stages import ANY_STAGE, Layers
 from weft.strategy.pipeline.trunk import ForwardExit, OtherPathError, StageRun
 from weft.strategy.recognition.assignments import join
 from weft.strategy.sharding.local_tensor import local_of
-from weft.strategy.sharding.remote_layers import RemoteLayer
+from weft.strategy.sharding.remote_layers import RemoteLayer, mark_copy
 
 _KEY = "_weft_staged"
 # Classes of attributes that cannot be copied, or are large.
@@ -70,6 +70,10 @@ class StagedModel:
         model.__dict__[_KEY] = self
         _remove_layers(model, self._skeleton, self.layers, stages)
         self._remove_parameters()
+        for tied in self.tied:
+            for stage in set(stages) & tied.name_on.keys():
+                owner, _, name = tied.name_on[stage].rpartition(".")
+                mark_copy(model.get_submodule(owner), name)
         _intercept_layer_calls(self._skeleton, self.layers)
 
     def names_of_copies(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.recognition import attention, mlp_layers, probe
 from weft.strategy.recognition.assignments import Assignment, Assignments, assign_gate_up_mlp, assign_mlp, join
 from weft.strategy.recognition.linears import features, is_worth_gathering, why_no_linear, why_no_vocab_embedding
-from weft.strategy.sharding.remote_layers import RemoteLayer
+from weft.strategy.sharding.remote_layers import RemoteLayer, is_copy
 from weft.strategy.sharding.state import MlpLayers, child_of
 from weft.strategy.verification.decide import Decision
 from weft.strategy.verification.evidence import Evidence, assign_gathered, assign_group
@@ -60,6 +60,7 @@ def assign_auto(
         )
         claimed.update(id(layer) for layer in used)
     if tp_size > 1:
+        _assign_heads_of_other_stages(result, model, num_holders, evidence, claimed)
         claimed.update(id(model.get_submodule(name)) for name in result.styles)
         _assign_groups(result, model, num_holders, evidence, claimed, shards_sequence)
     else:
@@ -79,6 +80,20 @@ def assign_auto(
             "any parameter, pipeline_cuts, or a plan of rules that names modules."
         )
     return result
+
+
+def _assign_heads_of_other_stages(
+    result: Assignments, model: nn.Module, num_holders: dict[int, int], evidence: Evidence, claimed: set[int]
+) -> None:
+    """Shard output layers like the embedding of another pipeline stage that they are tied to: by rows of the weight."""
+    for name, module in model.named_modules():
+        if id(module) in claimed or why_no_linear(module) is not None or not is_copy(module, "weight"):
+            continue
+        rows = features(module)[1]
+        has_enough_rows = rows >= _MIN_ROWS_PER_RANK * result.tp_size
+        is_used_as_layer = evidence.is_called(module) and not evidence.is_read(module)
+        if has_enough_rows and is_used_as_layer and _is_output_layer(module, rows, num_holders):
+            result.styles[name] = Assignment("column_gather_output")
 
 
 def _assign_by_names(result: Assignments, model: nn.Module, claimed: set[int]) -> None:

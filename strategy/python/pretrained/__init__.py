@@ -1,5 +1,6 @@
-"""weft.strategy.pretrained: reads pretrained weights, each rank only its shards."""
+"""weft.strategy.pretrained: reads and writes pretrained weights; each rank reads only its shards."""
 
 from weft.strategy.pretrained.reading import PretrainedReport, load_pretrained
+from weft.strategy.pretrained.writing import save_pretrained
 
-__all__ = ["PretrainedReport", "load_pretrained"]
+__all__ = ["PretrainedReport", "load_pretrained", "save_pretrained"]

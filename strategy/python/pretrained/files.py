@@ -27,6 +27,7 @@ def open_tensors(path: str | os.PathLike[str]) -> dict[str, FileTensor]:
     The files are mapped into memory and stay open as long as a tensor of them is used; their values are not read.
 
     Raises:
+        ImportError: a file needs the package safetensors.
         FileNotFoundError: there is no such file, the directory has none of the known names, or a file of the index is
             missing.
     """
@@ -68,8 +69,12 @@ def _open_index(index: Path) -> dict[str, FileTensor]:
 
 def _open_file(file: Path) -> dict[str, FileTensor]:
     if file.suffix == ".safetensors":
-        from safetensors import safe_open
-
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            raise ImportError(
+                f"load_pretrained got {str(file)!r}, which needs the package safetensors; `pip install safetensors`."
+            ) from None
         handle = safe_open(file, framework="pt")
         names: list[str] = handle.keys()  # type: ignore[no-untyped-call]
         return {name: tensor_of_safetensors(handle, name) for name in names}

@@ -95,3 +95,16 @@ def names_with_remote_layers(model: nn.Module) -> list[str]:
             inner = module._weft_skeleton.named_modules(remove_duplicate=False)
             names += [f"{name}.{inner_name}" for inner_name, _ in inner if inner_name]
     return names
+
+
+_COPIES = "_weft_copies_of_tied"
+
+
+def mark_copy(module: nn.Module, name: str) -> None:
+    """Record that a module's parameter is this stage's copy of one that other stages hold, too."""
+    module.__dict__.setdefault(_COPIES, set()).add(name)
+
+
+def is_copy(module: nn.Module, name: str) -> bool:
+    """Return whether a module's parameter is a copy of one that other stages hold, too."""
+    return name in module.__dict__.get(_COPIES, ())

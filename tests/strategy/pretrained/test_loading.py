@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,23 +76,23 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("is_deferred_model", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_before_sharding(world_size: int, file: Path, is_deferred_model: bool, dtype: str) -> None:
-    with deferred_init(min_bytes=0 if is_deferred_model else 1 << 30):
-        model = Network().to(getattr(torch, dtype))
-    before = FileTensor.num_bytes_read
-    report = load_pretrained(model, file)
-    if is_deferred_model:
-        assert FileTensor.num_bytes_read == before
-        assert all(is_deferred(parameter) for parameter in model.parameters())
-    weft.parallelize(model, tensor_parallel(world_size), PLAN)
-    _assert_loaded(model, _weights(), getattr(torch, dtype))
-    assert model.head.weight is model.embedding.weight
-    assert set(report.loaded) == _weights().keys()
-    assert report.missing == report.unexpected == report.mismatched == ()
-    if is_deferred_model:
-        held = sum(p._local_tensor.numel() for p in model.parameters()) + 3
-        assert FileTensor.num_bytes_read - before == held * 4
+def test_before_sharding(world_size: int, file: Path, is_deferred_model: bool) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        with deferred_init(min_bytes=0 if is_deferred_model else 1 << 30):
+            model = Network().to(dtype)
+        before = FileTensor.num_bytes_read
+        report = load_pretrained(model, file)
+        if is_deferred_model:
+            assert FileTensor.num_bytes_read == before
+            assert all(is_deferred(parameter) for parameter in model.parameters())
+        weft.parallelize(model, tensor_parallel(world_size), PLAN)
+        _assert_loaded(model, _weights(), dtype)
+        assert model.head.weight is model.embedding.weight
+        assert set(report.loaded) == _weights().keys()
+        assert report.missing == report.unexpected == report.mismatched == ()
+        if is_deferred_model:
+            held = sum(p._local_tensor.numel() for p in model.parameters()) + 3
+            assert FileTensor.num_bytes_read - before == held * 4
 
 
 @on_ranks(2, 4)
@@ -135,6 +136,14 @@ def test_index_and_pickles_and_directories(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="has none of model"):
         load_pretrained(Network(), tmp_path / "empty")
+
+
+def test_missing_package_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"which needs the package safetensors; `pip install safetensors`"):
+        load_pretrained(Network(), file)
+    with deferred_init(min_bytes=0):
+        assert is_deferred(nn.Linear(2, 2).weight)
 
 
 def test_pickles_that_would_run_code_are_not_read(tmp_path: Path) -> None:

@@ -90,11 +90,15 @@ LAYOUTS = {2: {"tp2": (1, 2), "dp2": (2, 1)}, 4: {"dp2,tp2": (2, 2)}}
 
 @on_ranks(2, 4, timeout=240)
 @pytest.mark.parametrize("family", pretrained.FAMILIES)
-def test_each_family_matches_one_device(world_size: int, folders: Path, family: str) -> None:
-    for sizes in LAYOUTS[world_size].values():
+def test_each_family_matches_one_device_and_is_saved(rank: int, world_size: int, folders: Path, family: str) -> None:
+    for layout, sizes in LAYOUTS[world_size].items():
         mesh = _mesh(*sizes)
         model = _loaded_and_sharded(folders / family, mesh)
         _assert_equal(model, _load(folders / family), mesh)
+        saved = folders / layout / family
+        weft.save_pretrained(model, saved)
+        if rank == 0:
+            pretrained.assert_same_directories(saved, folders / family)
 
 
 @on_ranks(2, 4)

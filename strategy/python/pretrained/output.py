@@ -1,0 +1,190 @@
+"""Writes a directory of safetensors files that is complete or absent: under another name, synchronised, then renamed.
+
+A file of safetensors begins with the length of its header, as 8 bytes in little-endian order, and the header: the
+dtype, shape and range of bytes of each tensor, as JSON. The tensors follow without gaps (the format's description is in
+the README of the repository safetensors). So a file can be written a tensor at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_ALIGNMENT = 8  # of the first tensor in a file
+# Called with the name of each system call that changes the file system, before it is made; for tests.
+before_call: Callable[[str], None] | None = None
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """A tensor to be written: its name in the file, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def size_of(text: int | str) -> int:
+    """Return a number of bytes: an int unchanged, or a text such as "5GB" (10**9 bytes each) or "512MiB".
+
+    Raises:
+        ValueError: the text is no size, or the size is not positive.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)", str(text).upper()) if isinstance(text, str) else None
+    value = int(float(found[1]) * _UNITS[found[2]]) if found and found[2] in _UNITS else text
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"save_pretrained got max_shard_size={text!r}; pass a positive size, such as '5GB'.")
+    return value
+
+
+def split_into_files(tensors: Iterable[OutputTensor], max_bytes: int) -> list[list[OutputTensor]]:
+    """Return the tensors of each file, in order; a file exceeds `max_bytes` only with a single tensor."""
+    files: list[list[OutputTensor]] = []
+    size = 0
+    for tensor in tensors:
+        if not files or size + tensor.num_bytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.num_bytes
+    return files
+
+
+class TensorFile:
+    """A safetensors file that is written a tensor at a time, in the order of `tensors`."""
+
+    def __init__(self, path: Path, tensors: list[OutputTensor]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for tensor in tensors:
+            end = offset + tensor.num_bytes
+            header[tensor.name] = {
+                "dtype": DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self._file = _open(path)
+        _write(self._file, len(text).to_bytes(8, "little") + text)
+
+    def write(self, tensor: Tensor) -> None:
+        """Append the next tensor."""
+        values = tensor.detach().cpu().contiguous()
+        _write(self._file, values.reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Close the file when its bytes are on the disk."""
+        _sync(self._file)
+        os.close(self._file)
+
+
+class OutputDirectory:
+    """A directory that appears under its name when it is complete.
+
+    Until then it is beside it as ".NAME.tmp-..."; a process that is killed leaves at most that directory.
+
+    Raises:
+        FileExistsError: `path` exists.
+    """
+
+    def __init__(self, path: Path, token: str) -> None:
+        self.path = path
+        self.temporary = path.parent / f".{path.name}.tmp-{token}"
+
+    @staticmethod
+    def new_token() -> str:
+        return uuid.uuid4().hex[:12]
+
+    def create(self) -> None:
+        """Create the temporary directory, and remove those of earlier processes that were killed."""
+        _call("mkdir")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for stale in self.path.parent.glob(f".{self.path.name}.tmp-*"):
+            _call("rmtree")
+            shutil.rmtree(stale, ignore_errors=True)
+        _call("mkdir")
+        self.temporary.mkdir()
+
+    def write_json(self, name: str, content: Any) -> None:
+        file = _open(self.temporary / name)
+        _write(file, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+        _sync(file)
+        os.close(file)
+
+    def commit(self) -> None:
+        """Give the directory its name, after all that is in it is on the disk."""
+        for file in sorted(self.temporary.rglob("*")):
+            _sync_path(file)
+        _sync_path(self.temporary)
+        _call("rename")
+        os.rename(self.temporary, self.path)
+        _sync_path(self.path.parent)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def _call(name: str) -> None:
+    if before_call is not None:
+        before_call(name)
+
+
+def _open(path: Path) -> int:
+    _call("open")
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def _write(file: int, data: bytes | memoryview) -> None:
+    rest = memoryview(data)
+    while rest.nbytes > 0:
+        _call("write")
+        rest = rest[os.write(file, rest[: 1 << 30]) :]
+
+
+def _sync(file: int) -> None:
+    _call("fsync")
+    os.fsync(file)
+
+
+def _sync_path(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, file)
+        _sync(file)

@@ -1,0 +1,268 @@
+"""save_pretrained: writes a model that may be sharded to a directory, with the names and shapes of the unsharded model.
+
+All ranks that hold a tensor assemble it, one tensor at a time, and one of them writes it. Files are spread over the
+ranks that hold their tensors, so that these ranks write at the same time; they take turns of one tensor. If other ranks
+do not see the files of rank 0, all tensors are sent to rank 0, which writes them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from weft.strategy.pipeline import find_staged
+from weft.strategy.pretrained.hugging_face import converted_for_saving, pretrained_model_in, save_configuration
+from weft.strategy.pretrained.output import (
+    DTYPES,
+    OutputDirectory,
+    OutputTensor,
+    TensorFile,
+    size_of,
+    split_into_files,
+)
+from weft.strategy.pretrained.values import LazyTensor
+
+
+@dataclass(frozen=True)
+class _PlannedFile:
+    """A file: its name, the rank that writes it, and its tensors, each with a rank that has its values."""
+
+    name: str
+    writer: int
+    tensors: list[tuple[OutputTensor, int]]
+
+
+def save_pretrained(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model's weights to a new directory in the layout of Hugging Face, from any sharding; collective.
+
+    The directory has `model.safetensors`, or several files and `model.safetensors.index.json`, with the names and
+    shapes of the unsharded model and each tied parameter once. If the model is one of transformers, or exactly one
+    module in it is, that module is written, in the form that `from_pretrained` reads: with config.json, the generation
+    config, projections that transformers fuses or splits when it loads in their form on disk, and the files of the
+    `tokenizer`, `processor`, `image_processor` or `feature_extractor` that are attributes of the model.
+
+    A rank holds its shards and one full tensor at a time. The directory is complete or absent: it is written beside its
+    name, synchronised with the disk, and renamed.
+
+    Args:
+        model: plain, or sharded by `parallelize`, `apply_fsdp` and into pipeline stages; all ranks pass it.
+        directory: the same path on all ranks; it must not exist.
+        max_shard_size: the largest size of a file, such as "5GB", unless a single tensor is larger.
+        dtype: convert floating-point tensors to this dtype; None: keep their dtypes.
+
+    Raises:
+        FileExistsError: `directory` exists.
+        ValueError: `max_shard_size` is no size; a tensor is deferred, on the meta device, or of a dtype that
+            safetensors lacks.
+        RuntimeError: a rank could not write; the error names it and its cause. No directory is left.
+    """
+    max_bytes = size_of(max_shard_size)
+    saved, prefix = pretrained_model_in(model)
+    values = _values(model, saved, prefix, dtype)
+    _raise_on_all_ranks(_unsavable(values))
+    output = _create(Path(directory))
+    error: str | None = None
+    try:
+        shares_files = all(_gathered(_sees(output)))
+        files = _planned(values, max_bytes, shares_files)
+        error = _write_files(output, files, values)
+        if _rank() == 0 and error is None:
+            _write_index(output, files)
+            if saved is not None:
+                save_configuration(model, saved, output.temporary, dtype)
+    except Exception as own:  # other ranks wait for this one in `_finish`
+        error = f"{type(own).__name__}: {own}"
+    _finish(output, error)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks; collective."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _raise_on_all_ranks(sentence: str | None, error: type[Exception] = ValueError) -> None:
+    """Raise the error of the first rank that has one, on all ranks; collective."""
+    found = next((each for each in _gathered(sentence) if each is not None), None)
+    if found is not None:
+        raise error(found)
+
+
+def _values(model: nn.Module, saved: nn.Module | None, prefix: str, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+    """Return the tensors of this rank that are to be written, by their names in the files."""
+    source = model if saved is None else saved
+    copies = _names_of_copies(model)
+    values: dict[str, LazyTensor] = {}
+    seen: set[int] = set()
+    for name, tensor in source.state_dict(keep_vars=True).items():
+        full_name = f"{prefix}{name}"
+        if not isinstance(tensor, Tensor) or id(tensor) in seen or copies.get(full_name, full_name) != full_name:
+            continue
+        seen.add(id(tensor))
+        values[name] = LazyTensor.of(tensor, dtype)
+    return values if saved is None else converted_for_saving(saved, values)
+
+
+def _names_of_copies(model: nn.Module) -> dict[str, str]:
+    """Return, by the name of each copy of a tied parameter on this rank, the name of the first stage's copy."""
+    found = find_staged(model)
+    if found is None:
+        return {}
+    module_name, staged = found
+    prefix = f"{module_name}." if module_name else ""
+    return {f"{prefix}{name}": f"{prefix}{first}" for name, first in staged.names_of_copies().items()}
+
+
+def _unsavable(values: dict[str, LazyTensor]) -> str | None:
+    for name, value in values.items():
+        if value.has_no_values:
+            return (
+                f"save_pretrained got {name!r} without values; call parallelize, or read weights into it, before it is "
+                "saved."
+            )
+        if value.dtype not in DTYPES:
+            return f"save_pretrained got {name!r} of {value.dtype}, which safetensors lacks; pass dtype=torch.bfloat16."
+    return None
+
+
+def _create(path: Path) -> OutputDirectory:
+    """Create the directory under its temporary name, on rank 0; collective."""
+    sentence = None
+    if _rank() == 0 and path.exists():
+        sentence = f"save_pretrained got {str(path)!r}, which exists; pass another directory, or remove it first."
+    _raise_on_all_ranks(sentence, FileExistsError)
+    output = OutputDirectory(path, _gathered(OutputDirectory.new_token())[0])
+    failure = None
+    if _rank() == 0:
+        try:
+            output.create()
+        except OSError as error:
+            failure = f"save_pretrained could not create {str(output.temporary)!r}: {error}; pass another directory."
+    _raise_on_all_ranks(failure, OSError)
+    return output
+
+
+def _sees(output: OutputDirectory) -> bool:
+    """Return whether this rank sees the directory that rank 0 has created."""
+    return output.temporary.is_dir()
+
+
+def _planned(values: dict[str, LazyTensor], max_bytes: int, shares_files: bool) -> list[_PlannedFile]:
+    """Return the files of all ranks; the same on each rank, collective."""
+    tensors: dict[str, OutputTensor] = {}
+    holders: dict[str, list[int]] = {}
+    own = [OutputTensor(name, value.shape, value.dtype) for name, value in values.items()]
+    for rank, listed in enumerate(_gathered(own)):
+        for tensor in listed:
+            tensors.setdefault(tensor.name, tensor)
+            holders.setdefault(tensor.name, []).append(rank)
+    groups: dict[tuple[int, ...], list[OutputTensor]] = {}  # by the ranks that may write the tensors
+    for name, ranks in holders.items():
+        groups.setdefault(tuple(ranks) if shares_files else (0,), []).append(tensors[name])
+    split = [(group, each) for group, listed in groups.items() for each in split_into_files(listed, max_bytes)]
+    names = [f"model-{number:05}-of-{len(split):05}.safetensors" for number in range(1, len(split) + 1)]
+    files = []
+    for number, (group, listed) in enumerate(split):
+        writer = group[number % len(group)]
+        owners = [writer if writer in holders[each.name] else holders[each.name][0] for each in listed]
+        name = names[number] if len(split) > 1 else "model.safetensors"
+        files.append(_PlannedFile(name, writer, list(zip(listed, owners, strict=True))))
+    return files
+
+
+def _in_turns(files: list[_PlannedFile]) -> Iterator[tuple[_PlannedFile, OutputTensor, int]]:
+    """Yield the first tensor of each file, then the second of each, and so on, so that writers work at the same time.
+
+    Each with its file and the rank that has its values.
+    """
+    for index in range(max((len(file.tensors) for file in files), default=0)):
+        for file in files:
+            if index < len(file.tensors):
+                yield file, *file.tensors[index]
+
+
+def _write_files(output: OutputDirectory, files: list[_PlannedFile], values: dict[str, LazyTensor]) -> str | None:
+    """Write this rank's files, and help to assemble the tensors of others; return the first error of this rank.
+
+    After an error the rank still takes part in the collectives.
+    """
+    rank, error = _rank(), None
+    device = next((value.device for value in values.values()), torch.device("cpu"))
+    opened: dict[str, TensorFile] = {}
+    for file, tensor, owner in _in_turns(files):
+        value = values[tensor.name].full() if tensor.name in values else None
+        if owner != file.writer and rank in (owner, file.writer):
+            value = _sent(value, owner, file.writer, tensor, device)
+        if rank != file.writer or error is not None:
+            continue
+        assert value is not None
+        try:
+            if file.name not in opened:
+                opened[file.name] = TensorFile(output.temporary / file.name, [each for each, _ in file.tensors])
+            opened[file.name].write(value)
+        except OSError as own:
+            error = f"{file.name}: {own}"
+    for name, each in opened.items():
+        try:
+            each.close()
+        except OSError as own:
+            error = error or f"{name}: {own}"
+    return error
+
+
+def _sent(value: Tensor | None, owner: int, writer: int, tensor: OutputTensor, device: torch.device) -> Tensor | None:
+    """Send a tensor from the owner to the writer; return it there."""
+    if _rank() == owner:
+        assert value is not None
+        dist.send(value.to(device).contiguous(), writer)
+        return None
+    received = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    dist.recv(received, owner)
+    return received
+
+
+def _write_index(output: OutputDirectory, files: list[_PlannedFile]) -> None:
+    if len(files) > 1:
+        total = sum(tensor.num_bytes for file in files for tensor, _ in file.tensors)
+        file_of = {tensor.name: file.name for file in files for tensor, _ in file.tensors}
+        output.write_json("model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": file_of})
+
+
+def _finish(output: OutputDirectory, error: str | None) -> None:
+    """Rename the directory if no rank has an error; else remove it and raise the first error; collective."""
+    errors = [(rank, each) for rank, each in enumerate(_gathered(error)) if each is not None]
+    failure = None
+    if not errors and _rank() == 0:
+        try:
+            output.commit()
+        except OSError as own:
+            failure = str(own)
+    errors += [(rank, each) for rank, each in enumerate(_gathered(failure)) if each is not None]
+    if errors:
+        if _rank() == 0:
+            output.discard()
+        rank, text = errors[0]
+        raise RuntimeError(
+            f"save_pretrained: rank {rank} could not write to {str(output.path)!r} ({text}); make room for the files, "
+            "or pass another directory."
+        )

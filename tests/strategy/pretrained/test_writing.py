@@ -1,0 +1,216 @@
+"""`weft.save_pretrained` writes a directory that is complete or absent, from any sharding."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import weft
+from support import pretrained
+from support.parity import tensor_parallel
+from support.ranks import on_ranks
+from weft.strategy import deferred_init, save_pretrained
+from weft.strategy.pretrained import output, writing
+
+PLAN = {"up": "column_gather_output", "tied": "column_gather_output", "down": "row_split_input"}
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.up = nn.Linear(10, 15)
+        self.down = nn.Linear(15, 10, dtype=torch.float64)
+        self.tied = nn.Linear(10, 15, bias=False)
+        self.tied.weight = self.up.weight
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("empty", torch.ones(0, 3, dtype=torch.bool))
+        self.register_buffer("halves", torch.randn(5).bfloat16().view(5, 1).t())
+        self.register_buffer("cache", torch.ones(4), persistent=False)
+
+
+def _expected() -> dict[str, Tensor]:
+    state = Network().state_dict()
+    del state["tied.weight"]
+    return state
+
+
+def _assert_stored(path: Path, expected: dict[str, Tensor]) -> None:
+    stored = pretrained.stored(path)
+    assert stored.keys() == expected.keys()
+    for name, value in stored.items():
+        assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
+
+
+def test_one_process(tmp_path: Path) -> None:
+    save_pretrained(Network(), tmp_path / "a" / "saved")
+    assert os.listdir(tmp_path / "a" / "saved") == ["model.safetensors"]
+    _assert_stored(tmp_path / "a" / "saved", _expected())
+    save_pretrained(Network(), tmp_path / "halves", dtype=torch.bfloat16)
+    converted = {name: v.bfloat16() if v.is_floating_point() else v for name, v in _expected().items()}
+    _assert_stored(tmp_path / "halves", converted)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("shares_files", [True, False])
+def test_files_are_spread_over_ranks(rank: int, world_size: int, tmp_path: Path, shares_files: bool) -> None:
+    opened: list[str] = []
+    own = output.TensorFile.__init__
+
+    def record(self: Any, path: Path, tensors: Any) -> None:
+        opened.append(path.name)
+        own(self, path, tensors)
+
+    model = weft.parallelize(Network(), tensor_parallel(world_size), PLAN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output.TensorFile, "__init__", record)
+        if not shares_files:
+            patch.setattr(writing, "_sees", lambda _: rank == 0)
+        save_pretrained(model, tmp_path / "saved", max_shard_size=700)
+    index = json.loads((tmp_path / "saved" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert index["weight_map"].keys() == _expected().keys() and len(files) == 3
+    assert files[0] == "model-00001-of-00003.safetensors"
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in _expected().values())
+    for name, file in index["weight_map"].items():
+        assert name in load_file(tmp_path / "saved" / file)
+    _assert_stored(tmp_path / "saved", _expected())
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, opened)
+    if shares_files:
+        assert everyone == [files[number::world_size] for number in range(world_size)]
+    else:
+        assert everyone == [files, *[[]] * (world_size - 1)]
+    model = Network()
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.zero_()
+    weft.load_pretrained(model, tmp_path / "saved")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in _expected().items())
+
+
+@on_ranks(2)
+def test_tensors_are_sent_to_a_rank_that_lacks_them(rank: int, tmp_path: Path) -> None:
+    """As with pipeline stages and ranks that do not see the files of rank 0."""
+    model = nn.ModuleDict({f"stage{rank}": nn.Linear(3 + rank, 2)})
+    nn.init.constant_(model[f"stage{rank}"].weight, rank + 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "_sees", lambda _: rank == 0)
+        save_pretrained(model, tmp_path / "saved")
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    for number in range(2):
+        assert torch.equal(stored[f"stage{number}.weight"], torch.full((2, 3 + number), number + 1.0))
+
+
+@on_ranks(2)
+def test_failing_rank_is_named_on_all_ranks(rank: int, tmp_path: Path) -> None:
+    def fail(self: Any, tensor: Tensor) -> None:
+        raise OSError("No space left on device")
+
+    model = weft.parallelize(Network(), tensor_parallel(2), PLAN)
+    text = "rank 1 could not write to .*No space left on device.*make room for the files, or pass another directory"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=text):
+        if rank == 1:
+            patch.setattr(output.TensorFile, "write", fail)
+        save_pretrained(model, tmp_path / "saved", max_shard_size=700)
+    dist.barrier()
+    assert os.listdir(tmp_path) == []
+    save_pretrained(model, tmp_path / "saved")
+    with pytest.raises(FileExistsError, match="which exists; pass another directory, or remove it first"):
+        save_pretrained(model, tmp_path / "saved")
+
+
+def test_wrong_arguments_raise_errors(tmp_path: Path) -> None:
+    for size in ("5 apples", "", -1, 0, True, "0GB", 2.5, None):
+        with pytest.raises(ValueError, match=re.escape(f"got max_shard_size={size!r}; pass a positive size")):
+            save_pretrained(Network(), tmp_path / "saved", max_shard_size=size)
+    with torch.device("meta"):
+        on_meta = nn.Linear(2, 2)
+    with deferred_init(min_bytes=0):
+        deferred = nn.Linear(2, 2)
+    for model in (on_meta, deferred):
+        with pytest.raises(ValueError, match="got 'weight' without values; call parallelize, or read weights"):
+            save_pretrained(model, tmp_path / "saved")
+    model = nn.Linear(2, 2).to(torch.complex128)
+    with pytest.raises(ValueError, match=re.escape("got 'weight' of torch.complex128, which safetensors lacks")):
+        save_pretrained(model, tmp_path / "saved")
+    assert os.listdir(tmp_path) == []
+
+
+def test_sizes() -> None:
+    sizes = {"5GB": 5 * 10**9, "1.5 kB": 1500, "2MiB": 2 << 20, "3b": 3, 17: 17, "1TB": 10**12}
+    assert {text: output.size_of(text) for text in sizes} == sizes
+
+
+def _save_until(path: Path, number: int) -> int:
+    """Save in a process that is killed before its system call `number`; return the process's status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            calls = 0
+
+            def count(_: str) -> None:
+                nonlocal calls
+                if calls == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                calls += 1
+
+            output.before_call = count
+            save_pretrained(Network(), path, max_shard_size=700)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_killed_writer_leaves_a_complete_directory_or_none(tmp_path: Path) -> None:
+    """The writer is killed before each of its system calls in turn; a later writer removes what is left."""
+    number, num_complete = 0, 0
+    while (status := _save_until(tmp_path / "saved", number)) != 0:
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        if (tmp_path / "saved").exists():
+            _assert_stored(tmp_path / "saved", _expected())
+            num_complete += 1
+            for file in (tmp_path / "saved").iterdir():
+                file.unlink()
+            (tmp_path / "saved").rmdir()
+        number += 1
+    assert number > 20 and 0 < num_complete < number
+    _assert_stored(tmp_path / "saved", _expected())
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+@on_ranks(2)
+def test_conversions_of_transformers_are_reverted(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Mixtral's experts are one tensor in the model and many on disk; a module around it and its tokenizer are kept."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "tokenizer.txt").write_text("words")
+
+    if rank == 0:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("mixtral", **pretrained.FAMILIES["llama"], num_local_experts=2)
+        AutoModelForCausalLM.from_config(config).double().save_pretrained(tmp_path / "experts")
+    dist.barrier()
+    with deferred_init(min_bytes=0):
+        model = nn.Module()
+        model.network = AutoModelForCausalLM.from_pretrained(tmp_path / "experts", dtype=torch.float64)
+        model.tokenizer = Tokenizer()
+    plan = {"network.model.layers.*.self_attn.*_proj": "column_gather_output"}
+    weft.parallelize(model, tensor_parallel(world_size), plan)
+    save_pretrained(model, tmp_path / "saved")
+    assert any("experts.0.w1" in name for name in pretrained.stored(tmp_path / "saved"))
+    pretrained.assert_same_directories(tmp_path / "saved", tmp_path / "experts")
+    assert (tmp_path / "saved" / "tokenizer.txt").read_text() == "words"
