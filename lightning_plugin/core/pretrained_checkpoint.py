@@ -62,7 +62,9 @@ class PretrainedCheckpointMixin:
                 f"PretrainedCheckpoint got module={self._module!r}, which {original_class(pl_module).__name__} lacks; "
                 "pass the name of one of its modules."
             )
-        self._saved_step = num_steps(trainer, pl_module)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._saved_step = num_steps(trainer, pl_module)  # of a resumed run: the steps before
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         step = num_steps(trainer, pl_module)
@@ -78,6 +80,6 @@ class PretrainedCheckpointMixin:
         self._saved_step = step
         directory = self._folder / f"step={step}"
         # All ranks must agree, also if only some see the files of rank 0.
-        if not trainer.strategy.broadcast(directory.exists()):
+        if not trainer.strategy.broadcast(os.path.lexists(directory)):
             module = pl_module if self._module is None else pl_module.get_submodule(self._module)
             trainer.strategy.save_pretrained(directory, module, **self._options)

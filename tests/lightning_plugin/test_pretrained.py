@@ -155,6 +155,20 @@ def test_wrong_callback_raises_errors(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_resumed_run_continues_the_steps(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
+    for name, epochs, checkpoint in (("first", 1, None), ("second", 2, tmp_path / "last.ckpt")):
+        callbacks = [PretrainedCheckpoint(tmp_path / name, every_n_steps=2)]
+        options = {"callbacks": callbacks, "max_epochs": epochs}
+        run = trainer(1, WeftModelParallelStrategy(plan="auto"), tmp_path, **options)
+        run.fit(FineTuned(None), DataLoader(batches(1, 0), batch_size=None), ckpt_path=checkpoint)
+        if checkpoint is None:
+            run.save_checkpoint(tmp_path / "last.ckpt")
+    assert sorted(each.name for each in (tmp_path / "first").iterdir()) == ["step=2", "step=3"]
+    assert sorted(each.name for each in (tmp_path / "second").iterdir()) == ["step=5", "step=6"]
+
+
+@on_ranks(1)
 def test_wrong_module_raises_error(rank: int, world_size: int, tmp_path: Path) -> None:
     set_torchrun_environment(rank, world_size)
     run = trainer(1, WeftModelParallelStrategy(plan="auto"), tmp_path)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_map_only
 
 from weft.strategy.deferred.tape import Entry, Tape, storage_of
 from weft.strategy.deferred.tensor import DeferredTensor
@@ -57,7 +56,6 @@ def deferred_of(tensor: FileTensor, tape: Tape) -> DeferredTensor:
     """Return a deferred tensor on the CPU with the values of a tensor in a file."""
     with no_dispatch():
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    tape.reads_files = True
     tape.record(Entry(read_full, (tensor,), {}, meta, frozenset({storage_of(meta)})))
     return DeferredTensor(meta, tape, torch.device("cpu"))
 
@@ -120,30 +118,56 @@ class _DeferringSlice:
 @contextmanager
 def deferring_files(tape: Tape, min_bytes: int) -> Iterator[None]:
     """Inside, tensors of at least `min_bytes` that code loads from files are deferred, on the given tape."""
-    load = torch.load
+    previous = torch.load
 
-    def load_deferred(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         is_mappable = isinstance(f, (str, os.PathLike)) and zipfile.is_zipfile(f)
         if is_mappable and kwargs.get("mmap") is None and map_location in (None, "cpu", torch.device("cpu")):
             kwargs["mmap"] = True
         with no_dispatch():
-            loaded = load(f, map_location, *args, **kwargs)
-        return tree_map_only(Tensor, deferred_copy, loaded) if kwargs.get("mmap") else loaded
-
-    def deferred_copy(tensor: Tensor) -> Tensor:
-        is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
-        if not is_plain or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.nbytes < min_bytes:
-            return tensor
-        values = tensor.detach()
-        copy = deferred_of(FileTensor(tuple(values.shape), values.dtype, values.__getitem__), tape)
-        return torch.nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else copy
+            loaded = _LOAD(f, map_location, *args, **kwargs)
+        return _with_deferred(loaded, tape, min_bytes, {}) if kwargs.get("mmap") else loaded
 
     with _patched_safe_open(tape, min_bytes):
-        torch.load = load_deferred
+        torch.load = load
         try:
             yield
         finally:
-            torch.load = load
+            torch.load = previous
+
+
+_LOAD = torch.load
+
+
+def _with_deferred(loaded: Any, tape: Tape, min_bytes: int, done: dict[int, Any]) -> Any:
+    """Return what `torch.load` has loaded with deferred tensors, and copies of small ones, in place of mapped ones.
+
+    Dicts and lists are changed in place, so that an OrderedDict keeps its attributes, such as `_metadata`.
+    """
+    if id(loaded) in done:
+        return done[id(loaded)]
+    result = done[id(loaded)] = loaded
+    if isinstance(loaded, Tensor):
+        result = done[id(loaded)] = _deferred_or_copied(loaded, tape, min_bytes)
+    elif isinstance(loaded, (dict, list)):
+        for key, value in list(loaded.items() if isinstance(loaded, dict) else enumerate(loaded)):
+            loaded[key] = _with_deferred(value, tape, min_bytes, done)
+    elif type(loaded) is tuple:
+        result = tuple(_with_deferred(value, tape, min_bytes, done) for value in loaded)
+    return result
+
+
+def _deferred_or_copied(tensor: Tensor, tape: Tape, min_bytes: int) -> Tensor:
+    is_plain = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
+    if not is_plain or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return tensor
+    values = tensor.detach()
+    if tensor.nbytes < min_bytes:
+        with no_dispatch():
+            made = values.clone()
+    else:
+        made = deferred_of(FileTensor(tuple(values.shape), values.dtype, values.__getitem__), tape)
+    return torch.nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else made
 
 
 _tapes: list[tuple[Tape, int]] = []  # of the contexts that are active, each with its `min_bytes`

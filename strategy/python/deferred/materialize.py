@@ -37,7 +37,9 @@ def _value_of(tensor: DeferredTensor) -> Tensor:
     if storage in tensor.tape.materialized:
         materialized = tensor.tape.materialized[storage].detach()
         return materialized.as_strided(tensor.meta.shape, tensor.meta.stride(), tensor.meta.storage_offset())
-    if tensor.tape.reads_files and tensor.meta.is_contiguous():
+    # A tensor that is drawn at once needs no chunks; one that is made of parts of others does not need these in full.
+    is_drawn = any(entry.random is not None for entry in tensor.tape.entries_of(storage))
+    if not is_drawn and tensor.meta.is_contiguous():
         values = region_of(tensor.tape, tensor.meta, tensor.device, full_region(tensor.meta.shape))
         if values is not None:
             return values
@@ -119,6 +121,10 @@ def materialize_buffers(module: nn.Module) -> None:
                 if id(buffer) not in made:
                     made[id(buffer)] = plain_of(buffer, full_value_of(buffer))
                 owner._buffers[name] = made[id(buffer)]
+    for owner in module.modules() if made else ():
+        for name, item in owner.__dict__.items():
+            if id(item) in made and is_deferred(item):
+                owner.__dict__[name] = made[id(item)]
 
 
 def plain_of(tensor: DeferredTensor, value: Tensor) -> Tensor:

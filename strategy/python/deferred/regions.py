@@ -75,7 +75,8 @@ def _read(tape: Tape, meta: Tensor, region: Region, before: int, device: torch.d
 def _read_base(tape: Tape, base: Tensor, region: Region, before: int, device: torch.device) -> _Values | None:
     """Return the elements of a region of the tensor that fills a storage: see `_read`."""
     storage = storage_of(base)
-    if storage in tape.materialized:
+    # A recorded call precedes the materialization of the storages that it reads: later calls are not recorded.
+    if storage in tape.materialized and before == len(tape.entries):
         full = tape.materialized[storage].detach().as_strided(base.shape, base.stride(), 0)
         return _Values(full[tuple(slice(first, end) for first, end in region)], is_owned=False)
     entries = tape.indexed_entries_of(storage)
@@ -131,7 +132,8 @@ def _created(tape: Tape, entry: Entry, index: int, region: Region, device: torch
         parts = [_argument(tape, each, inner, index, device) for each in args[0][slice(*region[dim])]]
         if not parts or any(part is None for part in parts):
             return None
-        return _Values(torch.stack([part.tensor for part in parts if part is not None], dim), is_owned=True)
+        tensors = [part.tensor for part in parts if part is not None]
+        return _Values(torch.stack([each.to(tensors[0].device) for each in tensors], dim), is_owned=True)
     return None
 
 

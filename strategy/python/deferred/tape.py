@@ -74,7 +74,6 @@ class Tape:
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
-        self.reads_files = False  # whether a call reads a tensor from a file
         self._entries_of: dict[Storage, list[int]] = {}
         self._lock = threading.Lock()  # code that loads files records calls in threads of its own
         # Storages whose values were read, each with a real tensor of its values; all later calls on it are executed.
@@ -102,7 +101,8 @@ class Tape:
                 return entry
         return None
 
-    def _needed(self, storages: Iterable[Storage]) -> list[Entry]:
+    def needed(self, storages: Iterable[Storage]) -> list[Entry]:
+        """Return the calls on which the values in storages depend, in program order."""
         needed: set[int] = set()
         seen: set[Storage] = set()
         open_storages = set(storages)
@@ -122,7 +122,7 @@ class Tape:
             RuntimeError: a tensor with values that a call read has been changed since.
         """
         wanted = list(tensors)
-        entries = self._needed(storage_of(tensor) for tensor in wanted)
+        entries = self.needed(storage_of(tensor) for tensor in wanted)
         last_use = {id(meta): index for index, entry in enumerate(entries) for meta in entry.tensors()}
         last_use |= dict.fromkeys(map(id, wanted), len(entries))
         values: dict[int, Tensor] = {}  # by the identity of the meta tensor

@@ -103,11 +103,18 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     if needs_values:
         return _call_with_values(func, args, kwargs)
-    device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else deferred[0].device
+    device = _with_index(torch.device(kwargs["device"])) if kwargs.get("device") is not None else deferred[0].device
     try:
         return record(tape, func, args, kwargs, device)
     except _NeedsValuesError:
         return _call_with_values(func, args, kwargs)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return a device as a tensor on it has it: a CUDA device with its index."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.strategy.deferred import stream
 from weft.strategy.deferred.files import Region
-from weft.strategy.deferred.tape import Entry, Tape, meta_tensors
+from weft.strategy.deferred.tape import Entry, Tape, meta_tensors, storage_of
 
 aten = torch.ops.aten
 
@@ -43,6 +43,8 @@ def in_storage(tape: Tape, meta: Tensor, region: Region) -> tuple[Tensor, Region
         if entry is None:
             return None
         if entry.function not in stream.VIEWS:
+            if entry is not tape.entries_of(storage_of(meta))[0]:
+                return None  # a view of another kind
             break
         step = _to_parent(entry, meta, region)
         if step is None:
@@ -194,7 +196,7 @@ def offsets_in_storage(tape: Tape, meta: Tensor) -> list[int] | None:
         if entry is None:
             return None
         if entry.function not in stream.VIEWS:
-            return offsets
+            return offsets if entry is tape.entries_of(storage_of(meta))[0] else None
         if entry.function in (aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default):
             offset = _offset(entry, meta)
             if offset is None:

@@ -73,7 +73,7 @@ class StagedModel:
         for tied in self.tied:
             for stage in set(stages) & tied.name_on.keys():
                 owner, _, name = tied.name_on[stage].rpartition(".")
-                mark_copy(model.get_submodule(owner), name)
+                mark_copy(model.get_submodule(owner), name, is_first=stage == min(tied.name_on))
         _intercept_layer_calls(self._skeleton, self.layers)
 
     def names_of_copies(self) -> dict[str, str]:

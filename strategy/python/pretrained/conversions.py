@@ -26,7 +26,7 @@ def names_in_model(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     mapping = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    state = dict.fromkeys(model.state_dict())
+    state = dict.fromkeys(model.state_dict(), True)
     result = {}
     for name in names:
         renamed, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)

@@ -8,12 +8,13 @@ the README of the repository safetensors). So a file can be written a tensor at 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,12 @@ before_call: Callable[[str], None] | None = None
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor to be written: its name in the file, shape and dtype."""
+    """A tensor to be written: its name in the file, shape and dtype, and its `LazyTensor.group`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    group: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -110,17 +112,15 @@ class TensorFile:
 
     def close(self) -> None:
         """Close the file when its bytes are on the disk."""
-        _sync(self._file)
-        os.close(self._file)
+        with _closing(self._file):
+            _sync(self._file)
 
 
 class OutputDirectory:
     """A directory that appears under its name when it is complete.
 
-    Until then it is beside it as ".NAME.tmp-..."; a process that is killed leaves at most that directory.
-
-    Raises:
-        FileExistsError: `path` exists.
+    Until then it is beside it as ".NAME.tmp-..."; a process that is killed leaves at most that directory. Two jobs must
+    not write a directory of the same name at the same time.
     """
 
     def __init__(self, path: Path, token: str) -> None:
@@ -135,7 +135,7 @@ class OutputDirectory:
         """Create the temporary directory, and remove those of earlier processes that were killed."""
         _call("mkdir")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in self.path.parent.glob(f".{self.path.name}.tmp-*"):
+        for stale in self.path.parent.glob(f".{glob.escape(self.path.name)}.tmp-*"):
             _call("rmtree")
             shutil.rmtree(stale, ignore_errors=True)
         _call("mkdir")
@@ -143,9 +143,9 @@ class OutputDirectory:
 
     def write_json(self, name: str, content: Any) -> None:
         file = _open(self.temporary / name)
-        _write(file, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
-        _sync(file)
-        os.close(file)
+        with _closing(file):
+            _write(file, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+            _sync(file)
 
     def commit(self) -> None:
         """Give the directory its name, after all that is in it is on the disk."""
@@ -185,6 +185,13 @@ def _sync(file: int) -> None:
 
 def _sync_path(path: Path) -> None:
     file = os.open(path, os.O_RDONLY)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, file)
+    with _closing(file):
         _sync(file)
+
+
+@contextlib.contextmanager
+def _closing(file: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(file)

@@ -139,17 +139,20 @@ def _inside(
     skipped: list[str],
     targets: dict[str, Tensor],
 ) -> tuple[dict[str, str], list[str], dict[str, Tensor]]:
-    """Return the names and targets of the only module inside that has all tensors of the files; else the given ones."""
-    holders = []
+    """Return the names and targets of the only module inside that has all tensors of the files; else the given ones.
+
+    A module inside another that has them does not count.
+    """
+    holders: list[tuple[dict[str, str], list[str], str]] = []
     for prefix, module in model.named_modules():
-        if prefix:
+        if prefix and not any(prefix.startswith(f"{outer}.") for *_, outer in holders):
             inner_names, inner_skipped = _renamed(module, found, None)
             inner = _targets(module)
             if inner_names and inner_names.keys() <= inner.keys():
-                holders.append((inner_names, inner_skipped, inner, prefix))
+                holders.append((inner_names, inner_skipped, prefix))
     if len(holders) != 1:
         return names, skipped, targets
-    [(inner_names, inner_skipped, _, prefix)] = holders
+    [(inner_names, inner_skipped, prefix)] = holders
     # Parameters outside of this module are not expected in the files.
     chosen = {name: target for name, target in targets.items() if name.startswith(f"{prefix}.")}
     return {f"{prefix}.{name}": file for name, file in inner_names.items()}, inner_skipped, chosen

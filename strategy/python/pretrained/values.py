@@ -22,6 +22,8 @@ class LazyTensor:
         device: where the full tensor will be.
         has_no_values: it is deferred or on the meta device.
         assemble: returns the full tensor without its conversion to `dtype`; collective over the ranks that hold it.
+        group: tensors of equal groups that follow each other are assembled from the same tensors; "": no other one is.
+        free: frees what is kept for other tensors of the group.
     """
 
     shape: tuple[int, ...]
@@ -29,6 +31,8 @@ class LazyTensor:
     device: torch.device
     has_no_values: bool
     assemble: Callable[[], Tensor]
+    group: str = ""
+    free: Callable[[], None] = lambda: None
 
     @staticmethod
     def of(tensor: Tensor, dtype: torch.dtype | None) -> LazyTensor:

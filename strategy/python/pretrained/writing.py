@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.strategy.pipeline import find_staged
 from weft.strategy.pretrained.hugging_face import converted_for_saving, pretrained_model_in, save_configuration
 from weft.strategy.pretrained.output import (
     DTYPES,
@@ -28,6 +27,7 @@ from weft.strategy.pretrained.output import (
     split_into_files,
 )
 from weft.strategy.pretrained.values import LazyTensor
+from weft.strategy.sharding.remote_layers import later_copies
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,17 @@ def save_pretrained(
         FileExistsError: `directory` exists.
         ValueError: `max_shard_size` is no size; a tensor is deferred, on the meta device, or of a dtype that
             safetensors lacks.
-        RuntimeError: a rank could not write; the error names it and its cause. No directory is left.
+        RuntimeError: a rank could not write; the error names it and its cause. No incomplete directory is left.
     """
     max_bytes = size_of(max_shard_size)
-    saved, prefix = pretrained_model_in(model)
-    values = _values(model, saved, prefix, dtype)
-    _raise_on_all_ranks(_unsavable(values))
+    saved = pretrained_model_in(model)
+    values: dict[str, LazyTensor] = {}
+    try:
+        values = _values(model, saved, dtype)
+        sentence = _unsavable(values)
+    except Exception as own:  # other ranks wait for this one
+        sentence = f"save_pretrained could not list the tensors of rank {_rank()}: {own}."
+    _raise_on_all_ranks(sentence)
     output = _create(Path(directory))
     error: str | None = None
     try:
@@ -108,29 +113,16 @@ def _raise_on_all_ranks(sentence: str | None, error: type[Exception] = ValueErro
         raise error(found)
 
 
-def _values(model: nn.Module, saved: nn.Module | None, prefix: str, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+def _values(model: nn.Module, saved: nn.Module | None, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
     """Return the tensors of this rank that are to be written, by their names in the files."""
     source = model if saved is None else saved
-    copies = _names_of_copies(model)
     values: dict[str, LazyTensor] = {}
-    seen: set[int] = set()
+    done = {id(parameter) for parameter in later_copies(source)}
     for name, tensor in source.state_dict(keep_vars=True).items():
-        full_name = f"{prefix}{name}"
-        if not isinstance(tensor, Tensor) or id(tensor) in seen or copies.get(full_name, full_name) != full_name:
-            continue
-        seen.add(id(tensor))
-        values[name] = LazyTensor.of(tensor, dtype)
+        if isinstance(tensor, Tensor) and id(tensor) not in done:
+            done.add(id(tensor))
+            values[name] = LazyTensor.of(tensor, dtype)
     return values if saved is None else converted_for_saving(saved, values)
-
-
-def _names_of_copies(model: nn.Module) -> dict[str, str]:
-    """Return, by the name of each copy of a tied parameter on this rank, the name of the first stage's copy."""
-    found = find_staged(model)
-    if found is None:
-        return {}
-    module_name, staged = found
-    prefix = f"{module_name}." if module_name else ""
-    return {f"{prefix}{name}": f"{prefix}{first}" for name, first in staged.names_of_copies().items()}
 
 
 def _unsavable(values: dict[str, LazyTensor]) -> str | None:
@@ -148,7 +140,7 @@ def _unsavable(values: dict[str, LazyTensor]) -> str | None:
 def _create(path: Path) -> OutputDirectory:
     """Create the directory under its temporary name, on rank 0; collective."""
     sentence = None
-    if _rank() == 0 and path.exists():
+    if _rank() == 0 and os.path.lexists(path):
         sentence = f"save_pretrained got {str(path)!r}, which exists; pass another directory, or remove it first."
     _raise_on_all_ranks(sentence, FileExistsError)
     output = OutputDirectory(path, _gathered(OutputDirectory.new_token())[0])
@@ -171,7 +163,7 @@ def _planned(values: dict[str, LazyTensor], max_bytes: int, shares_files: bool) 
     """Return the files of all ranks; the same on each rank, collective."""
     tensors: dict[str, OutputTensor] = {}
     holders: dict[str, list[int]] = {}
-    own = [OutputTensor(name, value.shape, value.dtype) for name, value in values.items()]
+    own = [OutputTensor(name, value.shape, value.dtype, value.group) for name, value in values.items()]
     for rank, listed in enumerate(_gathered(own)):
         for tensor in listed:
             tensors.setdefault(tensor.name, tensor)
@@ -193,12 +185,16 @@ def _planned(values: dict[str, LazyTensor], max_bytes: int, shares_files: bool) 
 def _in_turns(files: list[_PlannedFile]) -> Iterator[tuple[_PlannedFile, OutputTensor, int]]:
     """Yield the first tensor of each file, then the second of each, and so on, so that writers work at the same time.
 
-    Each with its file and the rank that has its values.
+    Each with its file and the rank that has its values. Tensors of one group are not separated.
     """
-    for index in range(max((len(file.tensors) for file in files), default=0)):
-        for file in files:
-            if index < len(file.tensors):
-                yield file, *file.tensors[index]
+    rest = [(file, list(file.tensors)) for file in files]
+    while rest:
+        for file, tensors in rest:
+            group = tensors[0][0].group
+            yield file, *tensors.pop(0)
+            while group and tensors and tensors[0][0].group == group:
+                yield file, *tensors.pop(0)
+        rest = [(file, tensors) for file, tensors in rest if tensors]
 
 
 def _write_files(output: OutputDirectory, files: list[_PlannedFile], values: dict[str, LazyTensor]) -> str | None:
@@ -220,12 +216,14 @@ def _write_files(output: OutputDirectory, files: list[_PlannedFile], values: dic
             if file.name not in opened:
                 opened[file.name] = TensorFile(output.temporary / file.name, [each for each, _ in file.tensors])
             opened[file.name].write(value)
-        except OSError as own:
+        except Exception as own:
             error = f"{file.name}: {own}"
+    for value_of_rank in values.values():
+        value_of_rank.free()
     for name, each in opened.items():
         try:
             each.close()
-        except OSError as own:
+        except Exception as own:
             error = error or f"{name}: {own}"
     return error
 
@@ -255,7 +253,7 @@ def _finish(output: OutputDirectory, error: str | None) -> None:
     if not errors and _rank() == 0:
         try:
             output.commit()
-        except OSError as own:
+        except Exception as own:
             failure = str(own)
     errors += [(rank, each) for rank, each in enumerate(_gathered(failure)) if each is not None]
     if errors:
@@ -263,6 +261,6 @@ def _finish(output: OutputDirectory, error: str | None) -> None:
             output.discard()
         rank, text = errors[0]
         raise RuntimeError(
-            f"save_pretrained: rank {rank} could not write to {str(output.path)!r} ({text}); make room for the files, "
-            "or pass another directory."
+            f"save_pretrained: rank {rank} failed to write {str(output.path)!r} ({text}); remove the cause, and "
+            "save again: nothing incomplete is left."
         )

@@ -100,11 +100,24 @@ def names_with_remote_layers(model: nn.Module) -> list[str]:
 _COPIES = "_weft_copies_of_tied"
 
 
-def mark_copy(module: nn.Module, name: str) -> None:
-    """Record that a module's parameter is this stage's copy of one that other stages hold, too."""
-    module.__dict__.setdefault(_COPIES, set()).add(name)
+def mark_copy(module: nn.Module, name: str, is_first: bool) -> None:
+    """Record that a module's parameter is this stage's copy of one that other stages hold, too.
+
+    is_first: whether the stage is the first of them.
+    """
+    module.__dict__.setdefault(_COPIES, {})[name] = is_first
 
 
 def is_copy(module: nn.Module, name: str) -> bool:
     """Return whether a module's parameter is a copy of one that other stages hold, too."""
-    return name in module.__dict__.get(_COPIES, ())
+    return name in module.__dict__.get(_COPIES, {})
+
+
+def later_copies(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model that are copies of those of an earlier stage."""
+    return [
+        parameter
+        for module in model.modules()
+        for name, is_first in module.__dict__.get(_COPIES, {}).items()
+        if not is_first and (parameter := module._parameters.get(name)) is not None
+    ]

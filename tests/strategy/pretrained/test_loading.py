@@ -230,7 +230,12 @@ def test_names_of_transformers_are_converted_or_raise_error(tmp_path: Path) -> N
     expected = pretrained.build("llama").state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    body = AutoModel.from_config(model.config).double()  # without the output layer
+    report = load_pretrained(body, path, strict=False)
+    assert report.missing == () and report.unexpected == ("lm_head.weight",)
+    assert torch.equal(body.embed_tokens.weight, expected["model.embed_tokens.weight"])
 
     config = AutoConfig.for_model("mixtral", **pretrained.FAMILIES["llama"], num_local_experts=2)
     experts = AutoModelForCausalLM.from_config(config)

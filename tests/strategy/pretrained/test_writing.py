@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import weft
 from support import pretrained
 from support.parity import tensor_parallel
 from support.ranks import on_ranks
 from weft.strategy import deferred_init, save_pretrained
+from weft.strategy.data_parallel import apply_fsdp
 from weft.strategy.pretrained import output, writing
 
 PLAN = {"up": "column_gather_output", "tied": "column_gather_output", "down": "row_split_input"}
@@ -118,7 +121,9 @@ def test_failing_rank_is_named_on_all_ranks(rank: int, tmp_path: Path) -> None:
         raise OSError("No space left on device")
 
     model = weft.parallelize(Network(), tensor_parallel(2), PLAN)
-    text = "rank 1 could not write to .*No space left on device.*make room for the files, or pass another directory"
+    text = (
+        "rank 1 failed to write .*saved' .*No space left on device.*; remove the cause, and save again: nothing incom"
+    )
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=text):
         if rank == 1:
             patch.setattr(output.TensorFile, "write", fail)
@@ -191,7 +196,10 @@ def test_killed_writer_leaves_a_complete_directory_or_none(tmp_path: Path) -> No
 
 
 @on_ranks(2)
-def test_conversions_of_transformers_are_reverted(rank: int, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_fully_sharded", [False, True])
+def test_conversions_of_transformers_are_reverted(
+    rank: int, world_size: int, tmp_path: Path, is_fully_sharded: bool
+) -> None:
     """Mixtral's experts are one tensor in the model and many on disk; a module around it and its tokenizer are kept."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -201,16 +209,28 @@ def test_conversions_of_transformers_are_reverted(rank: int, world_size: int, tm
 
     if rank == 0:
         torch.manual_seed(0)
-        config = AutoConfig.for_model("mixtral", **pretrained.FAMILIES["llama"], num_local_experts=2)
+        config = AutoConfig.for_model("mixtral", **pretrained.FAMILIES["llama"], num_local_experts=3)
         AutoModelForCausalLM.from_config(config).double().save_pretrained(tmp_path / "experts")
     dist.barrier()
     with deferred_init(min_bytes=0):
         model = nn.Module()
         model.network = AutoModelForCausalLM.from_pretrained(tmp_path / "experts", dtype=torch.float64)
         model.tokenizer = Tokenizer()
-    plan = {"network.model.layers.*.self_attn.*_proj": "column_gather_output"}
-    weft.parallelize(model, tensor_parallel(world_size), plan)
-    save_pretrained(model, tmp_path / "saved")
-    assert any("experts.0.w1" in name for name in pretrained.stored(tmp_path / "saved"))
-    pretrained.assert_same_directories(tmp_path / "saved", tmp_path / "experts")
-    assert (tmp_path / "saved" / "tokenizer.txt").read_text() == "words"
+    if is_fully_sharded:  # three experts on two ranks
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+        weft.parallelize(model, mesh, {"*": "replicate"}, keeps_plain_on_one_rank=True, keeps_deferred=True)
+        apply_fsdp(model.network, mesh["data_parallel"])
+    else:
+        plan = {"network.model.layers.*.self_attn.*_proj": "column_gather_output"}
+        weft.parallelize(model, tensor_parallel(world_size), plan)
+    gathered = []
+    own = DTensor.full_tensor
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", lambda self: (gathered.append(self), own(self))[1])
+        save_pretrained(model, tmp_path / "saved")
+    num_sharded = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert len(gathered) == num_sharded > 0  # an expert tensor is assembled once for all of its parts
+    if rank == 0:
+        assert any("experts.0.w1" in name for name in pretrained.stored(tmp_path / "saved"))
+        pretrained.assert_same_directories(tmp_path / "saved", tmp_path / "experts")
+        assert (tmp_path / "saved" / "tokenizer.txt").read_text() == "words"
