@@ -35,8 +35,7 @@ class OneStep(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.network is None:
-            model = pretrained.model_class(self.path.name).from_pretrained(self.path, dtype=torch.float64)
-            self.network = model.train()
+            self.network = pretrained.load(self.path)
 
     def on_train_start(self) -> None:
         weft.save_pretrained(self.network, self.saved)
@@ -57,7 +56,7 @@ def _after_one_step(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
     Gemma's own code sums over a micro-batch in float32.
     """
-    model = pretrained.model_class(path.name).from_pretrained(path, dtype=torch.float64).train()
+    model = pretrained.load(path)
     for part in pretrained.tokens().chunk(NUM_MICRO_BATCHES):
         (_loss(model, part) / NUM_MICRO_BATCHES).backward()
     parameters = {name: p for name, p in model.named_parameters() if p.grad is not None}

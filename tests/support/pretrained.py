@@ -65,6 +65,12 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **chan
     return model
 
 
+def load(path: Path, **options: Any) -> nn.Module:
+    """Return the model of a directory that `save` has written, in float64 and train mode."""
+    model: nn.Module = model_class(path.name).from_pretrained(path, dtype=torch.float64, **options)
+    return model.train()
+
+
 def save(family: str, folder: Path, **options: Any) -> Path:
     """Write `build(family)` to a folder, as transformers does, and return it."""
     path = folder / family

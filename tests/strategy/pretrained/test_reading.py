@@ -32,11 +32,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _load(path: Path, **options: Any) -> nn.Module:
-    model: nn.Module = pretrained.model_class(path.name).from_pretrained(path, dtype=torch.float64, **options)
-    return model.train()
-
-
 def _mesh(data_size: int, tensor_size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (data_size, tensor_size), mesh_dim_names=("data_parallel", "tensor_parallel"))
 
@@ -44,7 +39,7 @@ def _mesh(data_size: int, tensor_size: int) -> DeviceMesh:
 def _loaded_and_sharded(path: Path, mesh: DeviceMesh, **options: Any) -> nn.Module:
     data_mesh = mesh["data_parallel"]
     with deferred_init(min_bytes=256):
-        model = _load(path, **options)
+        model = pretrained.load(path, **options)
     is_fully_sharded = data_mesh.size() > 1
     weft.parallelize(model, mesh, "auto", keeps_plain_on_one_rank=is_fully_sharded, keeps_deferred=is_fully_sharded)
     if is_fully_sharded:
@@ -94,7 +89,7 @@ def test_each_family_matches_one_device_and_is_saved(rank: int, world_size: int,
     for layout, sizes in LAYOUTS[world_size].items():
         mesh = _mesh(*sizes)
         model = _loaded_and_sharded(folders / family, mesh)
-        _assert_equal(model, _load(folders / family), mesh)
+        _assert_equal(model, pretrained.load(folders / family), mesh)
         saved = folders / layout / family
         weft.save_pretrained(model, saved)
         if rank == 0:
