@@ -109,16 +109,27 @@ def test_call_that_torch_splits_is_materialized_in_full(monkeypatch: pytest.Monk
 
 @pytest.mark.cuda
 def test_values_of_other_calls_are_full_one_at_a_time() -> None:
-    """No more than an operator's input and result exist at a time, and no copy is made of a view."""
+    """No more than an operator's input and result exist at a time."""
     with deferred_init():
-        computed = ((torch.randn(1024, 2048, device=DEVICE) * 0.3) + 1).exp()
-        view = torch.randn(2048, 2048, device=DEVICE)[512:1536].t()
-    for tensor in (computed, view):
-        full = tensor.numel() * tensor.element_size()
-        (shard, streamed), peak = _peak_of(lambda t=tensor: shard_of(t, 0, 0, t.shape[0] // 4))
-        assert not streamed
-        assert torch.equal(shard, full_value_of(tensor)[: tensor.shape[0] // 4])
-        assert peak <= 2 * full + (shard.nbytes if tensor is view else 0) + ROUNDING
+        tensor = ((torch.randn(1024, 2048, device=DEVICE) * 0.3) + 1).exp()
+    full = tensor.numel() * tensor.element_size()
+    (shard, streamed), peak = _peak_of(lambda: shard_of(tensor, 0, 0, 256))
+    assert not streamed
+    assert torch.equal(shard, full_value_of(tensor)[:256])
+    assert peak <= 2 * full + ROUNDING
+
+
+@pytest.mark.cuda
+def test_view_of_random_values_is_drawn_in_chunks() -> None:
+    columns = 2 * stream.unit_of(DEVICE) // 512
+    with deferred_init():
+        view = torch.randn(2048, columns, device=DEVICE)[512:1536].t()
+    rows = columns // 4
+    (shard, streamed), peak = _peak_of(lambda: shard_of(view, 0, rows, rows))
+    assert streamed
+    assert torch.equal(shard, full_value_of(view)[rows : 2 * rows])
+    drawn = 2048 * rows * 4  # the rows of the view are columns, of which all rows are drawn
+    assert peak <= drawn + shard.nbytes + _chunk_bytes(torch.float32) < 2048 * columns * 4
 
 
 @pytest.mark.cuda
