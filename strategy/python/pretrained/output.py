@@ -141,6 +141,12 @@ class OutputDirectory:
         _call("mkdir")
         self.temporary.mkdir()
 
+    def create_folder(self, name: str) -> None:
+        """Create a folder inside, unless it exists; "": the directory itself."""
+        if name and not (self.temporary / name).is_dir():
+            _call("mkdir")
+            (self.temporary / name).mkdir()
+
     def write_json(self, name: str, content: Any) -> None:
         file = _open(self.temporary / name)
         with _closing(file):

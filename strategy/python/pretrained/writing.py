@@ -8,6 +8,7 @@ do not see the files of rank 0, all tensors are sent to rank 0, which writes the
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.strategy.pretrained.adapters import FILE as ADAPTER_FILE
+from weft.strategy.pretrained.adapters import adapter_values, peft_model_in, save_adapter_configuration
 from weft.strategy.pretrained.hugging_face import converted_for_saving, pretrained_model_in, save_configuration
 from weft.strategy.pretrained.output import (
     DTYPES,
@@ -28,6 +31,20 @@ from weft.strategy.pretrained.output import (
 )
 from weft.strategy.pretrained.values import LazyTensor
 from weft.strategy.sharding.remote_layers import later_copies
+
+
+@dataclass(frozen=True)
+class _TensorSet:
+    """Tensors that are written together, by their names in the files.
+
+    Attributes:
+        folder: inside of the directory; "": the directory itself.
+        only_file: the name of the only file, which rank 0 writes; "": as many files as their largest size demands.
+    """
+
+    values: dict[str, LazyTensor]
+    folder: str = ""
+    only_file: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,8 @@ def save_pretrained(
     shapes of the unsharded model and each tied parameter once. If the model is one of transformers, or exactly one
     module in it is, that module is written, in the form that `from_pretrained` reads: with config.json, the generation
     config, projections that transformers fuses or splits when it loads in their form on disk, and the files of the
-    `tokenizer`, `processor`, `image_processor` or `feature_extractor` that are attributes of the model.
+    `tokenizer`, `processor`, `image_processor` or `feature_extractor` that are attributes of the model. In a model with
+    adapters of PEFT, only the adapters are written, in PEFT's format.
 
     A rank holds its shards and one full tensor at a time. The directory is complete or absent: it is written beside its
     name, synchronised with the disk, and renamed.
@@ -60,7 +78,8 @@ def save_pretrained(
     Args:
         model: plain, or sharded by `parallelize`, `apply_fsdp` and into pipeline stages; all ranks pass it.
         directory: the same path on all ranks; it must not exist.
-        max_shard_size: the largest size of a file, such as "5GB", unless a single tensor is larger.
+        max_shard_size: the largest size of a file, such as "5GB", unless a single tensor is larger. An adapter has one
+            file.
         dtype: convert floating-point tensors to this dtype; None: keep their dtypes.
 
     Raises:
@@ -70,23 +89,30 @@ def save_pretrained(
         RuntimeError: a rank could not write; the error names it and its cause. No incomplete directory is left.
     """
     max_bytes = size_of(max_shard_size)
-    saved = pretrained_model_in(model)
-    values: dict[str, LazyTensor] = {}
+    adapted = saved = None
+    sets: list[_TensorSet] = []
     try:
-        values = _values(model, saved, dtype)
-        sentence = _unsavable(values)
+        adapted = peft_model_in(model)
+        saved = pretrained_model_in(model)
+        sets = _tensor_sets(model, adapted, saved, dtype)
+        sentence = _unsavable(sets)
     except Exception as own:  # other ranks wait for this one
-        sentence = f"save_pretrained could not list the tensors of rank {_rank()}: {own}."
+        is_sentence = str(own).startswith("save_pretrained ")
+        sentence = str(own) if is_sentence else f"save_pretrained could not list the tensors of rank {_rank()}: {own}."
     _raise_on_all_ranks(sentence)
     output = _create(Path(directory))
     error: str | None = None
     try:
         shares_files = all(_gathered(_sees(output)))
-        files = _planned(values, max_bytes, shares_files)
-        error = _write_files(output, files, values)
+        for each in sets:
+            files = _planned(each, max_bytes, shares_files)
+            error = _write_files(output, files, each.values, error)
+            if _rank() == 0 and error is None:
+                _write_index(output, files)
         if _rank() == 0 and error is None:
-            _write_index(output, files)
-            if saved is not None:
+            if adapted is not None:
+                save_adapter_configuration(adapted, output.temporary)
+            elif saved is not None:
                 save_configuration(model, saved, output.temporary, dtype)
     except Exception as own:  # other ranks wait for this one in `_finish`
         error = f"{type(own).__name__}: {own}"
@@ -113,20 +139,35 @@ def _raise_on_all_ranks(sentence: str | None, error: type[Exception] = ValueErro
         raise error(found)
 
 
-def _values(model: nn.Module, saved: nn.Module | None, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
-    """Return the tensors of this rank that are to be written, by their names in the files."""
-    source = model if saved is None else saved
+def _tensor_sets(
+    model: nn.Module, adapted: nn.Module | None, saved: nn.Module | None, dtype: torch.dtype | None
+) -> list[_TensorSet]:
+    """Return the tensors of this rank that are to be written; the same sets on all ranks.
+
+    Args:
+        adapted: a PeftModel in `model`, whose adapters alone are written.
+        saved: a model of transformers in `model`, which alone is written.
+    """
+    if adapted is not None:
+        values = {name: LazyTensor.of(each, dtype) for name, each in adapted.state_dict(keep_vars=True).items()}
+        return [_TensorSet(own, folder, ADAPTER_FILE) for folder, own in adapter_values(adapted, values).items()]
+    values = _values(model if saved is None else saved, dtype)
+    return [_TensorSet(values if saved is None else converted_for_saving(saved, values))]
+
+
+def _values(source: nn.Module, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+    """Return the tensors of this rank by their names, each tied tensor once."""
     values: dict[str, LazyTensor] = {}
     done = {id(parameter) for parameter in later_copies(source)}
     for name, tensor in source.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in done:
             done.add(id(tensor))
             values[name] = LazyTensor.of(tensor, dtype)
-    return values if saved is None else converted_for_saving(saved, values)
+    return values
 
 
-def _unsavable(values: dict[str, LazyTensor]) -> str | None:
-    for name, value in values.items():
+def _unsavable(sets: list[_TensorSet]) -> str | None:
+    for name, value in (item for each in sets for item in each.values.items()):
         if value.has_no_values:
             return (
                 f"save_pretrained got {name!r} without values; call parallelize, or read weights into it, before it is "
@@ -159,8 +200,9 @@ def _sees(output: OutputDirectory) -> bool:
     return output.temporary.is_dir()
 
 
-def _planned(values: dict[str, LazyTensor], max_bytes: int, shares_files: bool) -> list[_PlannedFile]:
+def _planned(tensor_set: _TensorSet, max_bytes: int, shares_files: bool) -> list[_PlannedFile]:
     """Return the files of all ranks; the same on each rank, collective."""
+    values = tensor_set.values
     tensors: dict[str, OutputTensor] = {}
     holders: dict[str, list[int]] = {}
     own = [OutputTensor(name, value.shape, value.dtype, value.group) for name, value in values.items()]
@@ -170,15 +212,20 @@ def _planned(values: dict[str, LazyTensor], max_bytes: int, shares_files: bool) 
             holders.setdefault(tensor.name, []).append(rank)
     groups: dict[tuple[int, ...], list[OutputTensor]] = {}  # by the ranks that may write the tensors
     for name, ranks in holders.items():
-        groups.setdefault(tuple(ranks) if shares_files else (0,), []).append(tensors[name])
+        is_spread = shares_files and not tensor_set.only_file
+        groups.setdefault(tuple(ranks) if is_spread else (0,), []).append(tensors[name])
+    if tensor_set.only_file:
+        max_bytes = sys.maxsize
     split = [(group, each) for group, listed in groups.items() for each in split_into_files(listed, max_bytes)]
     names = [f"model-{number:05}-of-{len(split):05}.safetensors" for number in range(1, len(split) + 1)]
     files = []
     for number, (group, listed) in enumerate(split):
         writer = group[number % len(group)]
         owners = [writer if writer in holders[each.name] else holders[each.name][0] for each in listed]
-        name = names[number] if len(split) > 1 else "model.safetensors"
-        files.append(_PlannedFile(name, writer, list(zip(listed, owners, strict=True))))
+        name = names[number] if len(split) > 1 else tensor_set.only_file or "model.safetensors"
+        files.append(
+            _PlannedFile(os.path.join(tensor_set.folder, name), writer, list(zip(listed, owners, strict=True)))
+        )
     return files
 
 
@@ -197,12 +244,14 @@ def _in_turns(files: list[_PlannedFile]) -> Iterator[tuple[_PlannedFile, OutputT
         rest = [(file, tensors) for file, tensors in rest if tensors]
 
 
-def _write_files(output: OutputDirectory, files: list[_PlannedFile], values: dict[str, LazyTensor]) -> str | None:
+def _write_files(
+    output: OutputDirectory, files: list[_PlannedFile], values: dict[str, LazyTensor], error: str | None
+) -> str | None:
     """Write this rank's files, and help to assemble the tensors of others; return the first error of this rank.
 
-    After an error the rank still takes part in the collectives.
+    After an error, which may be an earlier one, the rank still takes part in the collectives.
     """
-    rank, error = _rank(), None
+    rank = _rank()
     device = next((value.device for value in values.values()), torch.device("cpu"))
     opened: dict[str, TensorFile] = {}
     for file, tensor, owner in _in_turns(files):
@@ -214,6 +263,7 @@ def _write_files(output: OutputDirectory, files: list[_PlannedFile], values: dic
         assert value is not None
         try:
             if file.name not in opened:
+                output.create_folder(os.path.dirname(file.name))
                 opened[file.name] = TensorFile(output.temporary / file.name, [each for each, _ in file.tensors])
             opened[file.name].write(value)
         except Exception as own:

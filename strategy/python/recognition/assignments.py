@@ -54,6 +54,22 @@ class Options:
         return ", ".join(parts + [f"precision {self.precision}"] * bool(self.precision))
 
 
+@dataclasses.dataclass(frozen=True)
+class AdaptedLayer:
+    """A linear layer with adapters (see `recognition.adapters`), by the names of its modules in the model.
+
+    in_features: of the layer.
+    base: the layer without its adapters.
+    factors: (A, B) of each adapter.
+    dropouts: those that adapters apply to their input, with p > 0.
+    """
+
+    in_features: int
+    base: str
+    factors: tuple[tuple[str, str], ...]
+    dropouts: tuple[str, ...]
+
+
 # The shapes of the tensors with which a module is known to be called; empty: unknown. Where None is
 # allowed, it means that the module is called with other arguments than one tensor.
 InputShapes = Sequence[tuple[int, ...]]
@@ -74,6 +90,7 @@ class Assignments:
     options: for the modules whose rule gives any. The recompute of a fused MLP is not here, but in its Assignment.
     unread_aliases: names of tied parameters in modules that hold them and do not read them; they are sharded as in the
         module that reads them.
+    adapted: linear layers with adapters, and the assignments of these layers; `styles` has those of the modules inside.
     gathered: (module, reason) for each warning that a module's weights are sharded and its activations gathered.
     exposed: modules that keep tensors of one rank's features in attributes.
     notes: lines of the report, such as on modules that stay replicated.
@@ -87,6 +104,7 @@ class Assignments:
     dropouts: dict[str, tuple[ShardedDim, ...]] = dataclasses.field(default_factory=dict)
     options: dict[str, Options] = dataclasses.field(default_factory=dict)
     unread_aliases: set[str] = dataclasses.field(default_factory=set)
+    adapted: dict[str, tuple[AdaptedLayer, Assignment]] = dataclasses.field(default_factory=dict)
     gathered: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     exposed: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)

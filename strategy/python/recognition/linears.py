@@ -9,6 +9,7 @@ from weft.strategy.sharding.state import original_class, state_of
 
 COLUMN_STYLES = ("column", "column_gather_output")
 ROW_STYLES = ("row", "row_split_input")
+ADAPTED = "_weft_adapted"  # an attribute of a layer whose adapters are hidden: see `recognition.adapters`
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -56,6 +57,8 @@ def why_not_fusable(module: nn.Module) -> str | None:
     reason = why_no_linear(module)
     if reason is not None:
         return reason
+    if ADAPTED in module.__dict__:
+        return "it has adapters"
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return "it has hooks" if any(hooks) else None
 

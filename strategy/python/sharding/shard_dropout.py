@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.strategy._plan import shard_range
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDim:
     """The dim along which a tensor is sharded, as verification saw it.
 
     ndim: the number of dims of the tensor. If the last dim is sharded, tensors with another number of dims match, too.
-    dim: the dim that is divided evenly among the ranks.
+    dim: the dim that is sharded, as `shard_range` does.
     size: the size of that dim in the full tensor.
     """
 
@@ -49,10 +51,10 @@ class ShardedDim:
             )
         return cls(len(full_shape), differing[0], full_shape[differing[0]])
 
-    def matches(self, shard: Tensor, num_ranks: int) -> bool:
-        """Return whether the sharded dim of a tensor has the size of one rank's shard."""
+    def matches(self, shard: Tensor, rank: int, num_ranks: int) -> bool:
+        """Return whether the sharded dim of a tensor has the size of this rank's shard."""
         dim = self.dim_of(shard)
-        return dim is not None and shard.shape[dim] * num_ranks == self.size
+        return dim is not None and shard.shape[dim] == shard_range(self.size, num_ranks, rank)[1]
 
     def dim_of(self, shard: Tensor) -> int | None:
         """Return the sharded dim of a tensor; None if its number of dims does not match."""
@@ -68,10 +70,10 @@ def shard_dropout(shard: Tensor, p: float, sharded: ShardedDim, rank: int, num_r
     """
     sharded_dim = sharded.dim_of(shard)
     assert sharded_dim is not None
-    length = shard.shape[sharded_dim]
+    start, length = shard_range(sharded.size, num_ranks, rank)
     # F.dropout draws in memory order; the full tensor is assumed to have the shard's order of dims in memory.
     order = sorted(range(shard.dim()), key=shard.stride, reverse=True)
-    shape = [length * num_ranks if dim == sharded_dim else shard.shape[dim] for dim in order]
+    shape = [sharded.size if dim == sharded_dim else shard.shape[dim] for dim in order]
     inverse_order = [order.index(dim) for dim in range(shard.dim())]
     ones = torch.ones(shape, dtype=shard.dtype, device=shard.device).permute(inverse_order)
-    return shard * F.dropout(ones, p, True).narrow(sharded_dim, rank * length, length)
+    return shard * F.dropout(ones, p, True).narrow(sharded_dim, start, length)

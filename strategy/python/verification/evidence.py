@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.strategy.deferred import materialize_buffers
+from weft.strategy.recognition.adapters import hidden_adapters
 from weft.strategy.recognition.assignments import Assignment, Assignments, InputShapes, display_name, join
 from weft.strategy.sharding.remote_layers import RemoteLayer
 from weft.strategy.verification.decide import Decision, decide, verdict_with
@@ -45,9 +46,10 @@ class StoredRehearsal:
     """
 
     def __init__(self, model: nn.Module, example: Sample | None) -> None:
-        self.rehearsal = rehearse(model, example)
-        self._modules = {name: id(m) for name, m in model.named_modules(remove_duplicate=False)}
-        self._parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        with hidden_adapters(model):  # as while plans are made
+            self.rehearsal = rehearse(model, example)
+            self._modules = {name: id(m) for name, m in model.named_modules(remove_duplicate=False)}
+            self._parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
 
     def __deepcopy__(self, memo: Any) -> None:
         """Return None: copies of the model, such as a pipeline's skeleton, have no stored rehearsal."""
