@@ -1,4 +1,5 @@
-"""The command `weft`: `weft estimate` predicts memory, `weft compare` compares sharded with unsharded training.
+"""The command `weft`: `weft estimate` predicts memory, `weft compare` compares sharded with unsharded training, and
+`weft convert` writes the model of a checkpoint in the layout of Hugging Face.
 
 The command is in a separate package because importing `weft` loads torch and the operators, unless `needs_operators`
 is False here. `weft estimate` sets it to False: models that the C++ memory model supports need neither.
@@ -13,11 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 needs_operators = True  # whether importing `weft` loads torch and the operators
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="weft", description="Predict memory, and compare training")
+    parser = argparse.ArgumentParser(prog="weft", description="Predict memory, compare training, convert checkpoints")
     commands = parser.add_subparsers(dest="command", required=True)
     estimate = commands.add_parser(
         "estimate", help="predict the bytes per rank in each phase of training, from a configuration"
@@ -27,8 +29,10 @@ def main() -> int:
     estimate.add_argument("--layout", metavar="SIZES", help="such as pp2,dp2,tp2; replaces the file's mesh or layout")
     estimate.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     _add_compare(commands)
+    _add_convert(commands)
     args = parser.parse_args()
-    return _compare(args) if args.command == "compare" else _estimate(args)
+    run = {"estimate": _estimate, "compare": _compare, "convert": _convert}[args.command]
+    return run(args)
 
 
 def _estimate(args: argparse.Namespace) -> int:
@@ -87,3 +91,28 @@ def _compare(args: argparse.Namespace) -> int:
         return 2
     print(json.dumps(result.to_dict(), indent=2) if args.json else result)
     return 0 if result.agrees else 1
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser(
+        "convert", help="write the model of a training checkpoint in the layout of Hugging Face"
+    )
+    convert.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory or file that a Trainer has written")
+    convert.add_argument("directory", metavar="DIRECTORY", help="the directory to write, which must not exist")
+    convert.add_argument("--base", metavar="FOLDER", help="the pretrained directory from which training started")
+    convert.add_argument("--module", metavar="NAME", help="the module in the LightningModule that is written")
+    convert.add_argument("--dtype", choices=sorted(_DTYPES), help="of the written floating-point tensors")
+    convert.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file (default 5GB)")
+
+
+def _convert(args: argparse.Namespace) -> int:
+    strategy = importlib.import_module("weft.strategy")
+    dtype = None if args.dtype is None else getattr(importlib.import_module("torch"), _DTYPES[args.dtype])
+    options = {"base": args.base, "module": args.module, "dtype": dtype, "max_shard_size": args.max_shard_size}
+    try:
+        strategy.convert(args.checkpoint, args.directory, **options)
+    except (ValueError, OSError, RuntimeError) as error:
+        text = str(error).removeprefix("convert ").removeprefix("save_pretrained ")
+        print(f"weft convert: {text}", file=sys.stderr)
+        return 2
+    return 0

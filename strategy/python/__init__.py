@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from weft.strategy.pipeline import Pipeline
     from weft.strategy.pipeline.draw import draw
     from weft.strategy.plan import Plan
-    from weft.strategy.pretrained import PretrainedReport, load_pretrained, save_pretrained
+    from weft.strategy.pretrained import PretrainedReport, convert, load_pretrained, save_pretrained
     from weft.strategy.reports.rank_reports import RankReports, rank_reports
     from weft.strategy.reports.report_table import Report, Row, report
     from weft.strategy.sharding.gradients import check_replicated_gradients, gradient_fingerprint
@@ -48,7 +48,7 @@ _MODULES = {
     "optimizers.in_backward": ("StepInBackward",),
     "pipeline": ("Pipeline", "draw"),
     "plan": ("Plan",),
-    "pretrained": ("PretrainedReport", "load_pretrained", "save_pretrained"),
+    "pretrained": ("PretrainedReport", "convert", "load_pretrained", "save_pretrained"),
     "reports.rank_reports": ("RankReports", "rank_reports"),
     "reports.report_table": ("Report", "Row", "report"),
     "sharding.gradients": ("check_replicated_gradients", "gradient_fingerprint"),
@@ -81,6 +81,7 @@ __all__ = [
     "check_replicated_gradients",
     "checkpoint_activations",
     "compare",
+    "convert",
     "deferred_init",
     "draw",
     "export_local",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,29 @@ def save_pretrained(
         is_sentence = str(own).startswith("save_pretrained ")
         sentence = str(own) if is_sentence else f"save_pretrained could not list the tensors of rank {_rank()}: {own}."
     _raise_on_all_ranks(sentence)
-    output = _create(Path(directory))
+
+    def write_configuration(folder: Path) -> None:
+        if adapted is not None:
+            save_adapter_configuration(adapted, folder)
+        elif saved is not None:
+            save_configuration(model, saved, folder, dtype)
+
+    _write(sets, Path(directory), max_bytes, write_configuration)
+
+
+def write_tensors(
+    values: dict[str, LazyTensor], directory: Path, max_bytes: int, write_configuration: Callable[[Path], None]
+) -> None:
+    """Write tensors, by their names, to a new directory, and what `write_configuration` adds; see `save_pretrained`."""
+    sets = [_TensorSet(values)]
+    _raise_on_all_ranks(_unsavable(sets))
+    _write(sets, directory, max_bytes, write_configuration)
+
+
+def _write(
+    sets: list[_TensorSet], directory: Path, max_bytes: int, write_configuration: Callable[[Path], None]
+) -> None:
+    output = _create(directory)
     error: str | None = None
     try:
         shares_files = all(_gathered(_sees(output)))
@@ -110,10 +132,7 @@ def save_pretrained(
             if _rank() == 0 and error is None:
                 _write_index(output, files)
         if _rank() == 0 and error is None:
-            if adapted is not None:
-                save_adapter_configuration(adapted, output.temporary)
-            elif saved is not None:
-                save_configuration(model, saved, output.temporary, dtype)
+            write_configuration(output.temporary)
     except Exception as own:  # other ranks wait for this one in `_finish`
         error = f"{type(own).__name__}: {own}"
     _finish(output, error)
