@@ -134,6 +134,8 @@ def parse_arguments() -> argparse.Namespace:
     args.save = args.save or args.model.parent / f"{args.model.name}_adapter"
     if args.steps < 1:
         parser.error("--steps takes numbers from 1 up.")
+    if args.model.exists() and args.save.exists():
+        parser.error(f"{args.save} exists; remove it, or name another folder with --save.")
     return args
 
 

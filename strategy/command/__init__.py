@@ -111,7 +111,7 @@ def _convert(args: argparse.Namespace) -> int:
     options = {"base": args.base, "module": args.module, "dtype": dtype, "max_shard_size": args.max_shard_size}
     try:
         strategy.convert(args.checkpoint, args.directory, **options)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
         text = str(error).removeprefix("convert ").removeprefix("save_pretrained ")
         print(f"weft convert: {text}", file=sys.stderr)
         return 2

@@ -86,12 +86,28 @@ def test_wrong_arguments_raise_errors(tmp_path: Path) -> None:
     convert, out = weft.strategy.convert, tmp_path / "out"
     with pytest.raises(FileNotFoundError, match=r"got the checkpoint '.*nothing', which does not exist; pass its path"):
         convert(tmp_path / "nothing", out)
-    with pytest.raises(ValueError, match=r"found no tensors under 'model' or 'state_dict' in '.*list.ckpt'; pass a ch"):
+    with pytest.raises(ValueError, match=r"found no tensors under 'model' or 'state_dict' in '.*', which has no keys;"):
         convert(tmp_path / "list.ckpt", out)
-    with pytest.raises(ValueError, match=r"has Python objects that torch.load\(weights_only=True\) does not read"):
+    torch.save({"net": state, "model": "llama"}, tmp_path / "other.ckpt")
+    with pytest.raises(ValueError, match=r"in '.*other.ckpt', which has 'net', 'model'; pass a checkpoint that a Tr"):
+        convert(tmp_path / "other.ckpt", out)
+    with pytest.raises(ValueError, match=r"torch.load\(weights_only=True, mmap=True\) does not read \(.*\); save it"):
         convert(tmp_path / "objects.ckpt", out)
-    with pytest.raises(ValueError, match=r"misses 'lm_head.weight', and has unexpected 'scale'; pass the directory"):
+    with pytest.raises(FileNotFoundError, match=r"finds no .metadata in '.*'; pass the directory of one checkpoint"):
+        convert(tmp_path, out)
+    with pytest.raises(ValueError, match=r"it misses 'lm_head.weight', and has unexpected 'scale'; pass the module"):
         convert(tmp_path / "file.ckpt", out, base=path, module="net")
+    full = pretrained.load(path).state_dict()
+    two = {f"{module}.{name}": tensor for module in ("student", "teacher") for name, tensor in full.items()}
+    torch.save({"state_dict": two}, tmp_path / "two.ckpt")
+    with pytest.raises(ValueError, match=r"several modules that fit `base`: 'student', 'teacher'; pass one of them"):
+        convert(tmp_path / "two.ckpt", out, base=path)
+    torch.save({"state_dict": {**full, "model.norm.weight": torch.ones(3)}}, tmp_path / "shapes.ckpt")
+    with pytest.raises(ValueError, match=r"has other shapes: 'model.norm.weight \[3\] in place of \[32\]'; pass the"):
+        convert(tmp_path / "shapes.ckpt", out, base=path)
+    torch.save({"state_dict": {"model.q_proj.base_layer.weight": torch.ones(3)}}, tmp_path / "adapted.ckpt")
+    with pytest.raises(ValueError, match=r"has adapters \('model.q_proj.base_layer.weight'\); load it in a training"):
+        convert(tmp_path / "adapted.ckpt", out)
     with pytest.raises(ValueError, match=r"got module='nets', but '.*file.ckpt' has tensors such as 'net.model.embed"):
         convert(tmp_path / "file.ckpt", out, module="nets")
     with pytest.raises(FileNotFoundError, match=r"finds no config.json in '.*'; pass a pretrained directory"):

@@ -12,6 +12,7 @@ from weft.strategy import _plan
 from weft.strategy.planning.plan_text import HUGGING_FACE_STYLES
 from weft.strategy.planning.rules import assign_rules
 from weft.strategy.recognition import attention, mlp_layers
+from weft.strategy.recognition.adapters import is_of_peft
 from weft.strategy.recognition.assignments import Assignments, assign_mlp, display_name, join, parent_name
 from weft.strategy.recognition.linears import why_no_linear
 from weft.strategy.verification.evidence import Evidence, assign_gathered, assign_group
@@ -116,6 +117,8 @@ def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.P
         names = attention.find_attention(modules[container])
         if names is None or not _have_styles(rules, names, "column", "column", "column", "row"):
             continue
+        if attention.why_no_linears(modules[container], names) is not None:
+            continue
         layers = [join(container, name) for name in names]
         if done.isdisjoint(layers):
             done.update(
@@ -123,7 +126,12 @@ def _assign(result: Assignments, modules: Mapping[str, nn.Module], plan: _plan.P
                     result, resolved, _assign_attention_by_names(result, container, modules[container], names, evidence)
                 )
             )
-    rest = [(name, rule) for name, rule in resolved.items() if name not in done]
+    rest = []
+    for name, rule in resolved.items():
+        if is_of_peft(modules[name]):
+            result.keep_replicated(name, f"PEFT has put a {type(modules[name]).__name__} in its place")
+        elif name not in done:
+            rest.append((name, rule))
     assign_rules(
         result,
         modules,
@@ -182,7 +190,9 @@ def _assign_attention_by_names(
 
 def _check_heads(name: str, module: nn.Module, tp_size: int) -> None:
     names = attention.find_attention(module)
-    reason = None if names is None else attention.why_heads_do_not_divide(module, names, tp_size)
+    if names is None or attention.why_no_linears(module, names) is not None:
+        return
+    reason = attention.why_heads_do_not_divide(module, names, tp_size)
     if reason is not None:
         raise ValueError(
             f"plan='huggingface' shards {display_name(name)} by heads, but {reason}; use another tensor-parallel "

@@ -23,9 +23,9 @@ def assign_sequence_roles(model: nn.Module, assignments: Assignments, group_name
     Raises:
         ValueError: there is no such block, or one has modules that cannot work on a shard of the tokens.
     """
-    with hidden_adapters(model):
+    with hidden_adapters(model) as adapted:
         roles = _roles(model, collapsed(assignments), group_name)
-    for layer, _ in assignments.adapted.values():
+    for layer in adapted.values():
         _assign_adapter_roles(roles, model, layer)
     return roles
 
@@ -56,8 +56,8 @@ def _roles(model: nn.Module, assignments: Assignments, group_name: str) -> dict[
 def _assign_adapter_roles(roles: dict[int, SequenceRole], model: nn.Module, layer: AdaptedLayer) -> None:
     """Give the adapters of a layer roles that fit the layer's own.
 
-    A column layer's A gets all tokens, and its gradient comes from this rank's rows of B; a row layer's B gets this
-    rank's tokens. So the gradients of both are sums over the ranks.
+    A column layer's A gets all tokens, and its gradient comes from this rank's rows of B; a row layer's B, and both of
+    a layer that is not sharded, get this rank's tokens. So the gradients of these are sums over the ranks.
     """
     role = roles.get(id(model.get_submodule(layer.base)))
     if role is None:

@@ -50,10 +50,16 @@ def adapter_values(model: Any, values: dict[str, LazyTensor]) -> dict[str, dict[
     """
     from peft import get_peft_model_state_dict
 
-    return {
-        "" if adapter == _AT_ROOT else adapter: get_peft_model_state_dict(model, values, adapter_name=adapter)
-        for adapter in model.peft_config
-    }
+    found: dict[str, dict[str, LazyTensor]] = {}
+    for adapter, config in model.peft_config.items():
+        of_adapter = get_peft_model_state_dict(model, values, adapter_name=adapter)
+        if not all(isinstance(value, LazyTensor) for value in of_adapter.values()):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            raise ValueError(
+                f"save_pretrained got an adapter of the type {kind}, whose weights PEFT computes; use LoRA."
+            )
+        found["" if adapter == _AT_ROOT else adapter] = of_adapter
+    return found
 
 
 def save_adapter_configuration(model: Any, directory: Path) -> None:

@@ -5,6 +5,7 @@ A tensor is read when it is written, so that no more than one full tensor is in 
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import os
 import pickle
@@ -26,17 +27,10 @@ from weft.strategy.pretrained.writing import write_tensors
 
 _MODEL_KEYS = ("model", "state_dict")  # of a LightningModule's tensors in a checkpoint
 _MAX_NAMES = 10
-# Files of a pretrained directory that tokenizers and processors read.
-_TEXT_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.model",
-    "chat_template*",
-    "preprocessor_config.json",
-    "processor_config.json",
+# Files of a pretrained directory that are not copied: weights of any format, and what is written anew.
+_NOT_COPIED = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.ot", "*.onnx", "*.gguf", "*.index.json"),
+    *("config.json", "generation_config.json", "README.md", ".*"),
 )
 
 
@@ -52,11 +46,13 @@ def convert(
     """Write the model of a checkpoint to a new directory in the layout of Hugging Face; needs no process group.
 
     Args:
-        checkpoint: what a Trainer or `fabric.save` has written: a directory of shards, from any layout, or a file.
+        checkpoint: what a Trainer has written, or `fabric.save` with the key "model": a directory of shards, from any
+            layout, or a file.
         directory: must not exist; it is complete or absent, as with `save_pretrained`.
-        base: the pretrained directory from which the training started, or one with its config.json. The result has the
-            names that this model has on disk, each tied tensor once, and the configuration and tokenizer files of
-            `base`. None: only tensors are written, under their names in the checkpoint.
+        base: the pretrained directory from which the training started, or one with the config.json of the trained
+            model, if that has another architecture or other sizes. The result has the names that this model has on
+            disk, each tied tensor once, and the configuration and tokenizer files of `base`. None: only tensors are
+            written, under their names in the checkpoint.
         module: the name, in the LightningModule, of the module that is written, such as "model"; its name is taken off
             the tensors' names. None: with `base` the module with all names of that model, otherwise the full model.
         dtype: convert floating-point tensors to this dtype; None: keep their dtypes.
@@ -82,8 +78,8 @@ def convert(
         if model is not None:
             assert base is not None
             save_configuration(model, model, folder, dtype or _dtype_of(values))
-            for pattern in _TEXT_FILES:
-                for file in sorted(Path(base).glob(pattern)):
+            for file in sorted(Path(base).iterdir()):
+                if file.is_file() and not any(fnmatch.fnmatch(file.name, pattern) for pattern in _NOT_COPIED):
                     shutil.copyfile(file, folder / file.name)
 
     write_tensors(values, Path(directory), max_bytes, write_configuration)
@@ -93,25 +89,34 @@ def _tensors_of(path: Path, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
     """Return the tensors of the model in a checkpoint, by their names in it."""
     if not path.exists():
         raise FileNotFoundError(f"convert got the checkpoint {str(path)!r}, which does not exist; pass its path.")
-    found = _tensors_of_directory(path, dtype) if path.is_dir() else _tensors_of_file(path, dtype)
+    found, keys = _tensors_of_directory(path, dtype) if path.is_dir() else _tensors_of_file(path, dtype)
     if not found:
         raise ValueError(
-            f"convert found no tensors under {' or '.join(map(repr, _MODEL_KEYS))} in {str(path)!r}; pass a checkpoint "
-            "that a Trainer or fabric.save has written."
+            f"convert found no tensors under {' or '.join(map(repr, _MODEL_KEYS))} in {str(path)!r}, which has "
+            f"{_listed(keys) or 'no keys'}; pass a checkpoint that a Trainer has written."
+        )
+    adapted = next((name for name in found if ".base_layer." in name or ".lora_A." in name), None)
+    if adapted is not None:
+        raise ValueError(
+            f"convert got {str(path)!r}, which has adapters ({adapted!r}); load it in a training, and call "
+            "weft.save_pretrained there, after merge_and_unload() for the full model."
         )
     return found
 
 
-def _tensors_of_directory(path: Path, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
-    reader = dcp.FileSystemReader(path)
+def _tensors_of_directory(path: Path, dtype: torch.dtype | None) -> tuple[dict[str, LazyTensor], list[str]]:
+    """Return the tensors of the model by their names, and the first parts of all names in the directory."""
+    if not (path / ".metadata").is_file():
+        raise FileNotFoundError(f"convert finds no .metadata in {str(path)!r}; pass the directory of one checkpoint.")
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     found: dict[str, LazyTensor] = {}
-    for key, entry in reader.read_metadata().state_dict_metadata.items():
+    for key, entry in metadata.items():
         top, _, name = key.partition(".")
         if top in _MODEL_KEYS and isinstance(entry, TensorStorageMetadata):
             own = entry.properties.dtype
             read = functools.partial(_read_shards, path, key, tuple(entry.size), own)
             found[name] = _lazy(tuple(entry.size), own, dtype, read)
-    return found
+    return found, list(dict.fromkeys(key.partition(".")[0] for key in metadata))
 
 
 def _read_shards(path: Path, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -122,22 +127,23 @@ def _read_shards(path: Path, key: str, shape: tuple[int, ...], dtype: torch.dtyp
     return tensor
 
 
-def _tensors_of_file(path: Path, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+def _tensors_of_file(path: Path, dtype: torch.dtype | None) -> tuple[dict[str, LazyTensor], list[str]]:
+    """Return the tensors of the model by their names, and the keys of the file."""
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, RuntimeError) as error:
         raise ValueError(
-            f"convert got {str(path)!r}, which has Python objects that torch.load(weights_only=True) does not read "
-            f"({str(error).splitlines()[0]}); allow their classes with torch.serialization.add_safe_globals."
+            f"convert got {str(path)!r}, which torch.load(weights_only=True, mmap=True) does not read "
+            f"({str(error).splitlines()[0]}); save it without Python objects, or as a directory."
         ) from error
-    state: Mapping[str, Any] = next(
-        (content[key] for key in _MODEL_KEYS if isinstance(content, Mapping) and key in content), {}
-    )
-    return {
-        name: _lazy(tuple(tensor.shape), tensor.dtype, dtype, functools.partial(_same, tensor))
-        for name, tensor in state.items()
-        if isinstance(tensor, Tensor)
-    }
+    content = content if isinstance(content, Mapping) else {}
+    found: dict[str, LazyTensor] = {}
+    for key in _MODEL_KEYS:
+        state = content.get(key)
+        for name, tensor in state.items() if isinstance(state, Mapping) and not found else ():
+            if isinstance(tensor, Tensor):
+                found[name] = _lazy(tuple(tensor.shape), tensor.dtype, dtype, functools.partial(_same, tensor))
+    return found, list(map(str, content))
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -192,26 +198,40 @@ def _names_of(model: nn.Module) -> tuple[list[str], dict[str, str]]:
 
 
 def _prefix_of(model: nn.Module, tensors: dict[str, LazyTensor]) -> str:
-    """Return the name of the module in the checkpoint that has all tensors of a model; "" if there is none."""
+    """Return the name of the module in the checkpoint that has all tensors of a model; "" if there is none.
+
+    Raises:
+        ValueError: there are several.
+    """
     names, _ = _names_of(model)
-    ends = [name[: -len(names[0])] for name in tensors if name.endswith(f".{names[0]}")]
-    return next((end[:-1] for end in ends if all(f"{end}{name}" in tensors for name in names)), "")
+    ends = [name[: -len(names[0])] for name in tensors if f".{name}".endswith(f".{names[0]}")]
+    found = [end.removesuffix(".") for end in ends if all(f"{end}{name}" in tensors for name in names)]
+    if len(found) > 1:
+        raise ValueError(
+            f"convert finds several modules that fit `base`: {_listed(found)}; pass one of them as module."
+        )
+    return found[0] if found else ""
 
 
 def _matching(model: nn.Module, tensors: dict[str, LazyTensor], path: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a model, each tied one once; raises ValueError unless they are all, and have its shapes."""
     names, tied = _names_of(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    differing = [
+        f"{name} {list(tensors[name].shape)} in place of {list(shapes[name])}"
+        for name in names
+        if name in tensors and tensors[name].shape != shapes[name]
+    ]
     problems = {
         "misses": [name for name in names if name not in tensors],
         "has unexpected": [name for name in tensors if name not in names and name not in tied],
-        "has other shapes of": [name for name in names if name in tensors and tensors[name].shape != shapes[name]],
+        "has other shapes:": differing,
     }
     texts = [f"{kind} {_listed(found)}" for kind, found in problems.items() if found]
     if texts:
         raise ValueError(
-            f"convert: compared with the model of `base`, {str(path)!r} {', and '.join(texts)}; pass the directory "
-            "from which the training started, and the module in the checkpoint."
+            f"convert got {str(path)!r}, which does not fit the model of `base`: it {', and '.join(texts)}; pass the "
+            "module in the checkpoint, or a config.json with the trained model's architectures and sizes."
         )
     return {name: tensors[name] for name in names}
 

@@ -145,7 +145,7 @@ class OutputDirectory:
         """Create a folder inside, unless it exists; "": the directory itself."""
         if name and not (self.temporary / name).is_dir():
             _call("mkdir")
-            (self.temporary / name).mkdir()
+            (self.temporary / name).mkdir(parents=True)
 
     def write_json(self, name: str, content: Any) -> None:
         file = _open(self.temporary / name)

@@ -100,6 +100,7 @@ def save_pretrained(
         is_sentence = str(own).startswith("save_pretrained ")
         sentence = str(own) if is_sentence else f"save_pretrained could not list the tensors of rank {_rank()}: {own}."
     _raise_on_all_ranks(sentence)
+    _check_all_have(adapted)
 
     def write_configuration(folder: Path) -> None:
         if adapted is not None:
@@ -108,6 +109,15 @@ def save_pretrained(
             save_configuration(model, saved, folder, dtype)
 
     _write(sets, Path(directory), max_bytes, write_configuration)
+
+
+def _check_all_have(adapted: nn.Module | None) -> None:
+    """Raise ValueError if only some ranks have the model with adapters, which is then whole in a pipeline stage."""
+    ranks = [rank for rank, has in enumerate(_gathered(adapted is not None)) if has]
+    if ranks and len(ranks) < len(_gathered(None)):
+        raise ValueError(
+            f"save_pretrained found a model with adapters on the ranks {ranks} alone; place pipeline cuts inside of it."
+        )
 
 
 def write_tensors(
@@ -126,9 +136,10 @@ def _write(
     error: str | None = None
     try:
         shares_files = all(_gathered(_sees(output)))
+        device = _device_of(sets)
         for each in sets:
             files = _planned(each, max_bytes, shares_files)
-            error = _write_files(output, files, each.values, error)
+            error = _write_files(output, files, each.values, device, error)
             if _rank() == 0 and error is None:
                 _write_index(output, files)
         if _rank() == 0 and error is None:
@@ -168,7 +179,8 @@ def _tensor_sets(
         saved: a model of transformers in `model`, which alone is written.
     """
     if adapted is not None:
-        values = {name: LazyTensor.of(each, dtype) for name, each in adapted.state_dict(keep_vars=True).items()}
+        state = adapted.state_dict(keep_vars=True)
+        values = {name: LazyTensor.of(each, dtype) for name, each in state.items() if isinstance(each, Tensor)}
         return [_TensorSet(own, folder, ADAPTER_FILE) for folder, own in adapter_values(adapted, values).items()]
     values = _values(model if saved is None else saved, dtype)
     return [_TensorSet(values if saved is None else converted_for_saving(saved, values))]
@@ -264,14 +276,17 @@ def _in_turns(files: list[_PlannedFile]) -> Iterator[tuple[_PlannedFile, OutputT
 
 
 def _write_files(
-    output: OutputDirectory, files: list[_PlannedFile], values: dict[str, LazyTensor], error: str | None
+    output: OutputDirectory,
+    files: list[_PlannedFile],
+    values: dict[str, LazyTensor],
+    device: torch.device,
+    error: str | None,
 ) -> str | None:
     """Write this rank's files, and help to assemble the tensors of others; return the first error of this rank.
 
-    After an error, which may be an earlier one, the rank still takes part in the collectives.
+    After an error, which may be an earlier one, the rank still takes part in the collectives. `device`: of messages.
     """
     rank = _rank()
-    device = next((value.device for value in values.values()), torch.device("cpu"))
     opened: dict[str, TensorFile] = {}
     for file, tensor, owner in _in_turns(files):
         value = values[tensor.name].full() if tensor.name in values else None
@@ -295,6 +310,12 @@ def _write_files(
         except Exception as own:
             error = error or f"{name}: {own}"
     return error
+
+
+def _device_of(sets: list[_TensorSet]) -> torch.device:
+    """Return the device of messages: sender and receiver must agree, but a rank may have no tensors; collective."""
+    own = next((value.device.type for each in sets for value in each.values.values()), None)
+    return torch.device(next((kind for kind in _gathered(own) if kind is not None), "cpu"))
 
 
 def _sent(value: Tensor | None, owner: int, writer: int, tensor: OutputTensor, device: torch.device) -> Tensor | None:

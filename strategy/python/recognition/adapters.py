@@ -35,6 +35,11 @@ def is_adapted(module: nn.Module) -> bool:
     return _has_peft_class(module, "BaseTunerLayer")
 
 
+def is_of_peft(module: nn.Module) -> bool:
+    """Return whether PEFT has put a module in the place of another one."""
+    return original_class(module).__module__.startswith("peft.")
+
+
 def _has_peft_class(module: nn.Module, name: str) -> bool:
     classes = original_class(module).__mro__
     return any(cls.__name__ == name and cls.__module__.startswith("peft.") for cls in classes)
@@ -44,6 +49,8 @@ def factors_of(module: nn.Module) -> dict[str, tuple[nn.Module, nn.Module]] | No
     """Return (A, B) of each adapter of a linear layer; None for other modules and variants of LoRA, such as DoRA."""
     base, down, up = (module._modules.get(name) for name in (_BASE, "lora_A", "lora_B"))
     if base is None or down is None or up is None or not _has_peft_class(module, "LoraLayer"):
+        return None
+    if getattr(original_class(module).forward, "__qualname__", "") != "Linear.forward":
         return None
     if why_no_linear(base) is not None:
         return None

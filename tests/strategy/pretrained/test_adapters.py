@@ -79,6 +79,28 @@ def test_step_matches_unsharded(rank: int, world_size: int, family: str, sequenc
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("style", ["sequence_parallel", "no style"])
+def test_adapters_of_unsharded_layers_in_a_sequence_region(rank: int, world_size: int, style: str) -> None:
+    """They get a shard of the tokens, so their gradients are sums: in a named MLP, and in a linear layer of a block."""
+    models = [_adapted("llama", _config(target_modules=["q_proj", "o_proj", "up_proj", "down_proj"])) for _ in range(2)]
+    plan = {f"{BLOCKS}.self_attn": "attention"}
+    if style == "sequence_parallel":
+        plan[f"{BLOCKS}.mlp"] = style
+    else:
+        for model in models:
+            for block in model.base_model.model.model.layers:
+                block.mlp = block.mlp.up_proj  # [hidden, ffn] would not fit the block
+                block.mlp.base_layer = nn.Linear(pretrained.HIDDEN, pretrained.HIDDEN, dtype=torch.float64)
+                block.mlp.lora_B["default"] = nn.Linear(RANK, pretrained.HIDDEN, bias=False, dtype=torch.float64)
+                generator = torch.Generator().manual_seed(4)
+                for parameter in (*block.mlp.base_layer.parameters(), *block.mlp.lora_B.parameters()):
+                    parameter.data.normal_(0, 0.1, generator=generator)
+                block.mlp.base_layer.requires_grad_(False)
+    weft.parallelize(models[1], _mesh(world_size), weft.strategy.Plan(plan, sequence_parallel=True))
+    _assert_equal_step(models[1], models[0])
+
+
+@on_ranks(2)
 def test_adapters_are_sharded_to_match(rank: int, world_size: int) -> None:
     model = _adapted("llama", _config())
     weft.parallelize(model, _mesh(world_size), "auto")
@@ -166,6 +188,17 @@ def test_plans_name_layers_without_adapters(rank: int, world_size: int, plan: An
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=["DoRA", "full head"])
+def test_hugging_face_plan_leaves_other_wrappers_replicated(
+    rank: int, world_size: int, changes: dict[str, Any]
+) -> None:
+    sharded, reference = (_adapted("llama", _config(**changes)) for _ in range(2))
+    weft.parallelize(sharded, _mesh(world_size), "huggingface")
+    assert "left replicated: PEFT has put a " in str(weft.strategy.report(sharded))
+    _assert_equal_step(sharded, reference)
+
+
+@on_ranks(2)
 def test_merged_adapters_match_unsharded(rank: int, world_size: int, tmp_path: Path) -> None:
     sharded, reference = (_adapted("llama", _config()) for _ in range(2))
     weft.parallelize(sharded, _mesh(world_size), "auto")
@@ -209,6 +242,16 @@ def test_model_is_unchanged_after_an_error() -> None:
         raise RuntimeError("inside")
     assert names == [name for name, _ in model.named_modules()]
     assert not any(key.startswith("_weft") for module in model.modules() for key in module.__dict__)
+
+
+@on_ranks(1)
+def test_computed_adapters_raise_error(rank: int, world_size: int, tmp_path: Path) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(pretrained.build("llama"), config)
+    with pytest.raises(
+        ValueError, match=r"an adapter of the type PROMPT_TUNING, whose weights PEFT computes; use LoRA"
+    ):
+        weft.save_pretrained(model, tmp_path / "saved")
 
 
 @on_ranks(1)
