@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from weft.strategy.deferred.stream import is_drawn_in_chunks, skip
 from weft.strategy.deferred.tape import Entry, RandomState, Tape, meta_tensors, storage_of
@@ -91,7 +93,8 @@ class DeferredTensor(Tensor):
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a call with at least one deferred tensor among its arguments, or execute it if it needs values."""
-    deferred = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)]
+    arguments = _Arguments(args, kwargs)
+    deferred = [leaf for leaf in arguments.leaves if isinstance(leaf, DeferredTensor)]
     tape = deferred[0].tape
     needs_values = (
         func in _VALUE_READS
@@ -105,9 +108,37 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _call_with_values(func, args, kwargs)
     device = _with_index(torch.device(kwargs["device"])) if kwargs.get("device") is not None else deferred[0].device
     try:
-        return record(tape, func, args, kwargs, device)
+        return _record(tape, func, arguments, device)
     except _NeedsValuesError:
         return _call_with_values(func, args, kwargs)
+
+
+class _Arguments:
+    """The arguments of a call, flattened once: pytree would take most of the time that the recording of a call takes.
+
+    leaves: tensors, and all else that contains no tensors, such as a list of sizes.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.leaves = [*args, *kwargs.values()]
+        self._spec: Any = None
+        if any(isinstance(leaf, (list, tuple, dict)) and not _is_plain_list(leaf) for leaf in self.leaves):
+            self.leaves, self._spec = tree_flatten((args, kwargs))
+
+    def mapped(self, function: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with the result of `function` in place of each leaf."""
+        new = [function(leaf) for leaf in self.leaves]
+        if self._spec is not None:
+            args, kwargs = tree_unflatten(new, self._spec)
+            return args, kwargs
+        count = len(self.args)
+        return tuple(new[:count]), dict(zip(self.kwargs, new[count:], strict=True))
+
+
+def _is_plain_list(value: Any) -> bool:
+    """Return whether a value is a list or tuple without tensors and containers."""
+    return type(value) in (list, tuple) and not any(isinstance(item, (Tensor, list, tuple, dict)) for item in value)
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -119,37 +150,40 @@ def _with_index(device: torch.device) -> torch.device:
 
 def record(tape: Tape, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
     """Record a call on the tape; the tensors that it creates are deferred tensors on `device`."""
-    meta_args, meta_kwargs = tree_map(_without_values, (args, kwargs))
-    if "device" in kwargs or not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+    return _record(tape, func, _Arguments(args, kwargs), device)
+
+
+def _record(tape: Tape, func: Any, arguments: _Arguments, device: torch.device) -> Any:
+    """See `record`."""
+    tensors = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor)]
+    meta_args, meta_kwargs = arguments.mapped(_without_values)
+    if "device" in arguments.kwargs or not tensors:
         meta_kwargs["device"] = torch.device("meta")
     try:
         with no_dispatch():
             result = func(*meta_args, **meta_kwargs)
     except (NotImplementedError, RuntimeError) as error:
         raise _NeedsValuesError from error
-    plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
-    inputs = {id(tensor) for tensor in meta_tensors(plain_args, plain_kwargs)}
+    plain_args, plain_kwargs = arguments.mapped(_plain)
+    plain_tensors = [_plain(leaf) for leaf in tensors]
+    inputs = {id(tensor) for tensor in plain_tensors if tensor.is_meta}
     changed = {storage_of(tensor) for tensor in meta_tensors(_written(func, plain_args, plain_kwargs))}
     made = {storage_of(tensor) for tensor in meta_tensors(result) if id(tensor) not in inputs}
-    versions = tuple(
-        (leaf, leaf._version)
-        for leaf in tree_leaves((plain_args, plain_kwargs))
-        if isinstance(leaf, Tensor) and not leaf.is_meta
-    )
+    versions = tuple((tensor, tensor._version) for tensor in plain_tensors if not tensor.is_meta)
     random = _advance_generator(func, plain_args, plain_kwargs, result, device)
     tape.record(Entry(func, plain_args, plain_kwargs, result, frozenset(changed | made), versions, random))
 
-    wrappers = {id(leaf.meta): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeferredTensor)}
+    wrappers = {id(leaf.meta): leaf for leaf in tensors if isinstance(leaf, DeferredTensor)}
     if torch.Tag.inplace_view in func.tags:
         with no_dispatch():
-            func(*args, **kwargs)  # updates the shape of the deferred tensor itself
+            func(*arguments.args, **arguments.kwargs)  # updates the shape of the deferred tensor itself
 
     def wrapped(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         return wrappers[id(leaf)] if id(leaf) in wrappers else DeferredTensor(leaf, tape, device)
 
-    return tree_map(wrapped, result)
+    return wrapped(result) if isinstance(result, Tensor) else tree_map(wrapped, result)
 
 
 def record_in_place(function: Any, tensor: DeferredTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -186,10 +220,19 @@ def _without_values(leaf: Any) -> Any:
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that the schema marks as written."""
     written: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name))
+    for index, name in _written_arguments(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        written += [value] if isinstance(value, Tensor) else tree_leaves(value)
     return written
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _advance_generator(func: Any, args: Any, kwargs: Any, result: Any, device: torch.device) -> RandomState | None:
