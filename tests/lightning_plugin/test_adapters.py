@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import weft
+from lightning_plugin import test_pretrained
 from support import pretrained
 from support.ranks import run_on_ranks
 from weft.lightning import WeftModelParallelStrategy
@@ -22,19 +23,13 @@ from weft.strategy.sharding.state import state_of
 
 peft = pytest.importorskip("peft")
 
-NUM_STEPS = 3
 # The dtypes of the base model, and the difference allowed, relative to the change of the adapters. PEFT makes float32
 # adapters for bfloat16.
 DTYPES = {torch.float64: 1e-10, torch.bfloat16: 0.1}
 STAGES = {"pipeline_cuts": ["network.base_model.model.model.layers.1"], "num_micro_batches": 2}
-LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # (ranks, data ranks, options)
-    "tp2": (2, 1, {}),
-    "dp2": (2, 2, {}),
-    "dp2, stage 1": (2, 2, {"layout": "dp2", "zero_stage": 1}),
-    "pp2": (2, 1, STAGES),
-    "dp2,tp2": (4, 2, {}),
-    "pp2,tp2": (4, 1, STAGES),
-    "pp2,dp2": (4, 2, STAGES),
+LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # as there, with cuts inside the PeftModel
+    layout: (ranks, data_ranks, STAGES if options is test_pretrained.STAGES else options)
+    for layout, (ranks, data_ranks, options) in test_pretrained.LAYOUTS.items()
 }
 
 
@@ -62,12 +57,6 @@ class Adapted(L.LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5, momentum=0.9)
 
 
-def batches(num_data: int, data_rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(6)
-    full = torch.randint(3, pretrained.VOCAB, (NUM_STEPS, 8, 9), generator=generator)
-    return list(full.chunk(num_data, 1)[data_rank])
-
-
 def fit(rank: int, world_size: int, folder: Path, layout: str, dtype: torch.dtype) -> dict[str, Any]:
     """Train, save the adapters, and return what is counted on this rank; layout "": one device, saved by PEFT."""
     set_torchrun_environment(rank, world_size)
@@ -79,7 +68,7 @@ def fit(rank: int, world_size: int, folder: Path, layout: str, dtype: torch.dtyp
     model = Adapted(folder / "llama", dtype)
     run = trainer(world_size, strategy, folder / "runs")
     data_rank = rank % num_data if "pp2" in layout else rank // (world_size // num_data)
-    run.fit(model, DataLoader(batches(num_data, data_rank), batch_size=None))
+    run.fit(model, DataLoader(test_pretrained.batches(num_data, data_rank), batch_size=None))
     saved = saved_path(folder, layout, dtype)
     if layout:
         weft.save_pretrained(model, saved)

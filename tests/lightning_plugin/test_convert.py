@@ -43,7 +43,9 @@ def test_directories_equal_those_of_save_pretrained(tmp_path: Path, layout: str)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert (tmp_path / "converted" / "tokenizer.json").read_text() == "{}"
     pretrained.assert_same_directories(tmp_path / "converted", tmp_path / layout / "llama")
-    weft.strategy.convert(tmp_path / f"{layout}.ckpt", tmp_path / "tensors", module="network", dtype=torch.bfloat16)
+    command[-1] = tmp_path / "tensors"
+    result = run_process([*command, "--module", "network", "--dtype", "bf16"])
+    assert result.returncode == 0, result.stderr
     expected = pretrained.stored(tmp_path / layout / "llama")
     tensors = pretrained.stored(tmp_path / "tensors")
     assert tensors.keys() == expected.keys()

@@ -113,8 +113,9 @@ def save_pretrained(
 
 def _check_all_have(adapted: nn.Module | None) -> None:
     """Raise ValueError if only some ranks have the model with adapters, which is then whole in a pipeline stage."""
-    ranks = [rank for rank, has in enumerate(_gathered(adapted is not None)) if has]
-    if ranks and len(ranks) < len(_gathered(None)):
+    found = _gathered(adapted is not None)
+    if any(found) and not all(found):
+        ranks = [rank for rank, has in enumerate(found) if has]
         raise ValueError(
             f"save_pretrained found a model with adapters on the ranks {ranks} alone; place pipeline cuts inside of it."
         )

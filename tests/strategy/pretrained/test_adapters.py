@@ -244,6 +244,14 @@ def test_model_is_unchanged_after_an_error() -> None:
     assert not any(key.startswith("_weft") for module in model.modules() for key in module.__dict__)
 
 
+@on_ranks(2)
+def test_model_with_adapters_on_one_rank_raises_error(rank: int, world_size: int, tmp_path: Path) -> None:
+    model = _adapted("llama", _config()) if rank == 1 else nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"adapters on the ranks \[1\] alone; place pipeline cuts inside of it"):
+        weft.save_pretrained(model, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
 @on_ranks(1)
 def test_computed_adapters_raise_error(rank: int, world_size: int, tmp_path: Path) -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
