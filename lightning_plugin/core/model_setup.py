@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from weft._plugin.data_axes import mixed_precision_policy
 from weft._plugin.metrics import synchronize_metrics_over
+from weft._plugin.read_bar import ReadBar
 from weft._plugin.replicas import has_meta_tensors, materialized_bytes
 
 if TYPE_CHECKING:
@@ -19,31 +20,43 @@ _LARGE_BYTES = 10**6
 _LOADED = "_weft_pretrained"  # on the user's module: the path of the weights that it was filled with
 
 
-def apply_plan(engine: Engine, module: Module, divide: Callable[[Module], None], **shard_options: Any) -> bool:
+def apply_plan(
+    engine: Engine,
+    module: Module,
+    divide: Callable[[Module], None],
+    *,
+    shows_progress: bool = False,
+    **shard_options: Any,
+) -> bool:
     """Make the ranks' values equal, then shard if there is a plan; return whether the module had meta tensors.
 
     Args:
         engine: an engine on which `begin_run` has run.
         module: the user's module, with all its layers.
         divide: divides the module into stages; called only with pipeline_cuts.
+        shows_progress: show a bar of the bytes that this rank reads from files.
         shard_options: `entry_points` and `root_is_unit` of `DataAxes.shard`.
     """
     synchronize_metrics_over(engine.data_group, module)
-    _load_pretrained(engine, module)
-    engine.broadcast_values(module)
-    has_meta = has_meta_tensors(module)
+    bar = ReadBar(shows_progress)
+    with bar.shown():
+        _load_pretrained(engine, module)
+        engine.broadcast_values(module)
+        has_meta = has_meta_tensors(module)
+        if engine.plan is not None:
+            _log_building_advice(engine, module)
+            engine.check_offload_device("a rule of its plan with offload", engine.plan.offloads(module))
+        if engine.options.has_stages:
+            _store_rehearsal(engine, module)
+            divide(module)
+        bar.expect(module)  # after the division: a rank reads nothing of the layers of other stages
+        if engine.plan is not None:
+            _shard_layers(engine, module)
+            _check_gated_mlps(engine, module)
+        _checkpoint_activations(engine, module)
+        if engine.plan is not None:
+            _shard_over_data_axes(engine, module, **shard_options)
     if engine.plan is not None:
-        _log_building_advice(engine, module)
-        engine.check_offload_device("a rule of its plan with offload", engine.plan.offloads(module))
-    if engine.options.has_stages:
-        _store_rehearsal(engine, module)
-        divide(module)
-    if engine.plan is not None:
-        _shard_layers(engine, module)
-        _check_gated_mlps(engine, module)
-    _checkpoint_activations(engine, module)
-    if engine.plan is not None:
-        _shard_over_data_axes(engine, module, **shard_options)
         engine.start_summary.log(module)
     return has_meta
 

@@ -33,6 +33,12 @@ else:
 _IN_CONFIGURE_MODEL = object()
 
 
+def _shows_progress(trainer: Any) -> bool:
+    """Return whether this process shows the Trainer's progress bar."""
+    bar = trainer.progress_bar_callback
+    return bool(trainer.is_global_zero and bar is not None and getattr(bar, "is_enabled", True))
+
+
 def _check_no_averaging(trainer: Any) -> None:
     """Raise ValueError for a callback that averages weights into a copy of the unsharded model."""
     for callback in trainer.callbacks:
@@ -153,6 +159,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             self._engine,
             self.model,
             self._stages.divide,
+            shows_progress=_shows_progress(module.trainer),
             entry_points=entry_points,
             root_is_unit=module.automatic_optimization,
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +143,34 @@ def test_fabric_reads_shards(rank: int, world_size: int, path: Path) -> None:
         expected = pretrained.build("llama", **SIZES).state_dict()
         for name, value in weights(model.module).items():
             assert torch.equal(value, expected[name.removeprefix("_forward_module.")]), name
+
+
+def output_of_fit(rank: int, world_size: int, path: Path, layout: str, option: bool, bar: bool) -> tuple[str, int]:
+    """Return (the standard output of a run, the bytes that this rank has read while its model was sharded)."""
+    set_torchrun_environment(rank, world_size)
+    given = {"pretrained": path} if option else {}
+    strategy = WeftModelParallelStrategy(plan="auto", layout=layout, **given)
+    model = FineTuned(None if option else path)
+    run = trainer(world_size, strategy, path.parent / "runs", enable_progress_bar=bar, max_steps=1)
+    output, before = io.StringIO(), FileTensor.num_bytes_read
+    with contextlib.redirect_stdout(output):
+        run.fit(model, DataLoader(batches(1, 0), batch_size=None))
+    in_configure_model = 0 if option else NORM_BYTES
+    return output.getvalue(), FileTensor.num_bytes_read - before - in_configure_model
+
+
+@pytest.mark.parametrize(("layout", "option"), [("tp2", False), ("tp2", True), ("dp2", False)])
+def test_bar_shows_bytes_read(path: Path, layout: str, option: bool) -> None:
+    (text, num_read), (other, _) = run_on_ranks(2, output_of_fit, path=path, layout=layout, option=option, bar=True)
+    [last] = [each for each in re.split("[\r\n]", text) if each.startswith("weft reads weights: 100%")]
+    size = f"{num_read / 1000:.0f}k"
+    assert f"{size}/{size} [" in last and "B/s]" in last
+    assert "weft reads" not in other
+
+
+def test_no_bar_without_progress_bars(path: Path) -> None:
+    for text, num_read in run_on_ranks(2, output_of_fit, path=path, layout="tp2", option=False, bar=False):
+        assert "weft reads" not in text and num_read > 0
 
 
 def test_wrong_callback_raises_errors(tmp_path: Path) -> None:

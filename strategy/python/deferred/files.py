@@ -12,7 +12,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,16 +34,24 @@ class FileTensor:
     """
 
     num_bytes_read = 0  # by all objects of this process, in bytes of the file
+    observers: ClassVar[list[Callable[[FileTensor, int], None]]] = []  # called with (tensor, bytes) after each read
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, view: Callable[[tuple[slice, ...]], Tensor]) -> None:
         self.shape, self.dtype = shape, dtype
         self._view = view
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the full tensor in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def read(self, region: Region) -> Tensor:
         """Return the elements of a region; the caller must not change them, because they may be memory of the file."""
         with no_dispatch(), torch.no_grad():
             values = self._view(tuple(slice(first, end) for first, end in region))
         FileTensor.num_bytes_read += values.nbytes
+        for observer in FileTensor.observers:
+            observer(self, values.nbytes)
         return values
 
 
@@ -58,6 +66,12 @@ def deferred_of(tensor: FileTensor, tape: Tape) -> DeferredTensor:
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     tape.record(Entry(read_full, (tensor,), {}, meta, frozenset({storage_of(meta)})))
     return DeferredTensor(meta, tape, torch.device("cpu"))
+
+
+def sources_of(tensor: DeferredTensor) -> list[FileTensor]:
+    """Return the tensors in files on which the values of a deferred tensor depend."""
+    entries = tensor.tape.needed([storage_of(tensor.meta)])
+    return [entry.args[0] for entry in entries if entry.function is read_full]
 
 
 def tensor_of_safetensors(handle: Any, name: str) -> FileTensor:
@@ -88,8 +102,7 @@ class _DeferringFile:
 
     def get_tensor(self, name: str) -> Tensor:
         tensor = tensor_of_safetensors(self._handle, name)
-        num_bytes = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
-        if num_bytes < self._min_bytes:
+        if tensor.num_bytes < self._min_bytes:
             with no_dispatch():
                 return read_full(tensor).to(self._device)
         return deferred_of(tensor, self._tape).to(self._device)

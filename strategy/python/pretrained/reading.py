@@ -21,6 +21,7 @@ from weft.strategy.deferred import is_deferred
 from weft.strategy.deferred.files import FileTensor, Region, deferred_of
 from weft.strategy.pretrained.conversions import names_in_model
 from weft.strategy.pretrained.files import open_tensors
+from weft.strategy.pretrained.progress import expect_reads
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 _MAX_NAMES = 10  # in an error
@@ -92,6 +93,7 @@ def load_pretrained(
     if strict and (missing or unexpected or mismatched):
         raise ValueError(_explain(path, missing, unexpected, mismatched))
     _check_not_meta(targets, loaded)
+    expect_reads(found[names[name]] for name in loaded if not is_deferred(targets[name]))
     done: set[int] = set()
     with torch.no_grad():
         for name in loaded:

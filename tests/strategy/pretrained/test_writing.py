@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -157,41 +159,67 @@ def test_sizes() -> None:
     assert {text: output.size_of(text) for text in sizes} == sizes
 
 
-def _save_until(path: Path, number: int) -> int:
-    """Save in a process that is killed before its system call `number`; return the process's status."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            calls = 0
+def _save_until(path: Path, victim: int, number: int, num_ranks: int, kills_all: bool) -> list[int]:
+    """Save on forked ranks, of which `victim` is killed before its system call `number`; return their statuses.
 
-            def count(_: str) -> None:
-                nonlocal calls
-                if calls == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                calls += 1
+    kills_all: the other ranks are killed in the same moment; else they go on until their group fails.
+    """
+    store = path.parent / f"store-{victim}-{number}"
+    first = 0
+    pids = []
+    for rank in range(num_ranks):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setpgid(0, first)
+                _save_as(rank, num_ranks, store, path, number if rank == victim else -1, kills_all)
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        with contextlib.suppress(ProcessLookupError):
+            os.setpgid(pid, first)
+        first = first or pid
+        pids.append(pid)
+    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+    store.unlink(missing_ok=True)
+    return statuses
 
-            output.before_call = count
-            save_pretrained(Network(), path, max_shard_size=700)
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1]
+
+def _save_as(rank: int, num_ranks: int, store: Path, path: Path, number: int, kills_all: bool) -> None:
+    calls = 0
+
+    def count(_: str) -> None:
+        nonlocal calls
+        if calls == number:
+            kill = os.killpg if kills_all else os.kill
+            kill(os.getpgrp() if kills_all else os.getpid(), signal.SIGKILL)
+        calls += 1
+
+    if num_ranks > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks)
+    output.before_call = count
+    save_pretrained(Network(), path, max_shard_size=700)
 
 
-def test_killed_writer_leaves_a_complete_directory_or_none(tmp_path: Path) -> None:
-    """The writer is killed before each of its system calls in turn; a later writer removes what is left."""
+@pytest.mark.parametrize(
+    ("num_ranks", "victim", "kills_all"), [(1, 0, True), (2, 0, True), (2, 1, True), (2, 0, False), (2, 1, False)]
+)
+def test_killed_writers_leave_a_complete_directory_or_none(
+    tmp_path: Path, num_ranks: int, victim: int, kills_all: bool
+) -> None:
+    """A rank, or all at once, is killed before each of its system calls; a later writer removes what is left."""
+    saved = tmp_path / "saved"
     number, num_complete = 0, 0
-    while (status := _save_until(tmp_path / "saved", number)) != 0:
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        if (tmp_path / "saved").exists():
-            _assert_stored(tmp_path / "saved", _expected())
+    while any(statuses := _save_until(saved, victim, number, num_ranks, kills_all)):
+        assert os.WIFSIGNALED(statuses[victim]) and os.WTERMSIG(statuses[victim]) == signal.SIGKILL
+        if saved.exists():
+            _assert_stored(saved, _expected())
             num_complete += 1
-            for file in (tmp_path / "saved").iterdir():
-                file.unlink()
-            (tmp_path / "saved").rmdir()
+            shutil.rmtree(saved)
         number += 1
-    assert number > 20 and 0 < num_complete < number
-    _assert_stored(tmp_path / "saved", _expected())
+    assert number > (20 if victim == 0 else 3) and (num_complete < number)
+    assert (num_complete > 0) == (victim == 0)  # rank 0 alone renames
+    _assert_stored(saved, _expected())
     assert os.listdir(tmp_path) == ["saved"]
 
 
