@@ -74,4 +74,4 @@ def preserving_all_random_states() -> Iterator[None]:
 
 
 def _uses_cuda() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    return bool(torch.cuda.is_initialized())
