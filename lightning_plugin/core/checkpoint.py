@@ -10,7 +10,6 @@ All ranks must call the functions that save or load, except `write_file`.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft._plugin.optimizer_state import FullModel, load_sharded_state, load_state, rekey_by_name
+from weft.strategy import durable
 
 METADATA_FILENAME = "meta.pt"
 # The model's key in a Trainer's directory, as weft's strategy and as Lightning's ModelParallelStrategy write it.
@@ -72,13 +72,15 @@ def write_directory(
 ) -> None:
     """Write state dicts of DTensors and, from the first rank, `rest`, as the directory `path`.
 
-    The directory is written under another name and renamed when complete; a previous checkpoint at `path` is removed
-    just before the renaming.
+    The directory is written under another name. When it is complete and on the disk, it takes the place of a previous
+    checkpoint at `path`: a crash at any moment leaves one of the two.
     """
     check_checkpoint_path(path)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     if is_first_rank:
-        shutil.rmtree(partial, ignore_errors=True)
+        durable.restore_previous(path)
+        durable.remove(partial)
+        durable.announce("mkdir")
         partial.mkdir(parents=True)
     barrier()
     keys_with_state = {key for key, state in optimizers.items() if state["state"]}
@@ -90,23 +92,25 @@ def write_directory(
     without_state = {key: state for key, state in optimizers.items() if key not in keys_with_state}
     dcp.save({**models, **with_state}, checkpoint_id=partial)
     if is_first_rank:
+        durable.announce("open")
         torch.save({**rest, **without_state}, partial / METADATA_FILENAME)
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-        partial.rename(path)
+        durable.publish(partial, path)
     barrier()  # afterwards, every rank can read the checkpoint
 
 
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint of plain tensors as the file `path`; not collective."""
+    """Write a checkpoint of plain tensors as the file `path`, as safe from crashes as a directory; not collective."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
+    durable.remove(partial)
+    durable.announce("open")
     torch.save(checkpoint, partial)
-    if is_directory(path):
-        shutil.rmtree(path)
-    partial.replace(path)
+    durable.publish(partial, path)
+
+
+def _partial(path: Path) -> Path:
+    """Return the name under which a checkpoint is written; a crash may leave it, and the next save removes it."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def check_checkpoint_path(path: Path) -> None:

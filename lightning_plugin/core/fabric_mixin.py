@@ -23,6 +23,7 @@ from weft._plugin.optimizer_state import full_state, load_state, merge_parameter
 from weft._plugin.options import TRAINER_ONLY, FabricOptions, Options, StockOptions
 from weft._plugin.parameter_replacements import parameters_of
 from weft._plugin.strategy_mixin import StrategyMixin
+from weft.strategy import durable
 
 if TYPE_CHECKING:
     from weft._plugin.stock_strategies import StockFabricStrategy
@@ -282,6 +283,8 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint, saved by any number of ranks, into the objects of `state`; return the rest; collective."""
+        if self.is_global_zero:
+            durable.restore_previous(Path(path))
         optimizers = {}
         if self.plan is not None and isinstance(state, dict):
             optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from weft._plugin.checkpoint import is_directory, load_directory, load_file, save_directory, without_none
 from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.optimizer_state import FullModel, full_state, merge_parameter_groups, named_state
+from weft.strategy import durable
 
 if TYPE_CHECKING:
     from weft._plugin.engine import Engine
@@ -49,6 +50,8 @@ def load(
 
     full_model: describes the full model if the model is in stages; else None.
     """
+    if strategy.is_global_zero:
+        durable.restore_previous(Path(checkpoint_path))
     path = Path(strategy.broadcast(checkpoint_path))
     load_from = load_directory if is_directory(path) else load_file
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -253,6 +255,42 @@ def error_in_fork(body: Callable[[], object]) -> str:
         text = pipe.read()
     status = os.waitpid(pid, 0)[1]
     return text if status == 0 else f"the child ended with status {status}: {text}"
+
+
+def run_on_forks(num_ranks: int, body: Callable[..., object], *args: object) -> list[int]:
+    """Call `body(rank, *args)` on forks of this process, which are one process group and, if several, one gloo group.
+
+    It is for ranks that kill each other; other tests use `ranks.run_on_ranks`. Returns the exit statuses by rank: 0, 1
+    after an exception, or negative for a signal.
+    """
+    leader = 0
+    pids = []
+    with tempfile.TemporaryDirectory(prefix="weft-forks-") as folder:
+        for rank in range(num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    os.setpgid(0, leader)
+                    if num_ranks > 1:
+                        _join_gloo_group(Path(folder, "store"), rank, num_ranks)
+                    body(rank, *args)
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(status)
+            pids.append(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.setpgid(pid, leader)  # here, too, so that no rank kills the group before the next one has joined it
+            leader = leader or pid
+        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def _join_gloo_group(store: Path, rank: int, num_ranks: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks)
 
 
 def is_running(pid: int) -> bool:

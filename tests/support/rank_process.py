@@ -6,6 +6,7 @@ import ast
 import faulthandler
 import gc
 import importlib.util
+import itertools
 import os
 import pickle
 import random
@@ -25,7 +26,7 @@ STACK_SIGNAL = signal.SIGUSR1
 _CASES_PER_FULL_COLLECTION = 50
 
 _modules: dict[str, tuple[int, ModuleType]] = {}
-_num_resets = 0
+_resets = itertools.count(1)
 
 
 def run_rank(fd: int, folder: Path, rank: int, world_size: int) -> None:
@@ -216,12 +217,10 @@ def _reset(environment: dict[str, str], keeps_groups: bool) -> None:
 def _collect_survivors() -> None:
     """Collect again without groups and caches, and exempt the objects that are left from later collections.
 
-    A collection of the 270,000 objects of all imported modules takes 0.25 s. Every `_CASES_PER_FULL_COLLECTION` cases it
-    is made all the same, because objects that have outlived their case may have been dropped.
+    A collection of the 270,000 objects of all imported modules takes 0.25 s. It is made all the same every
+    `_CASES_PER_FULL_COLLECTION` cases, because objects that have outlived their case may have been dropped.
     """
-    global _num_resets
-    _num_resets += 1
-    if _num_resets % _CASES_PER_FULL_COLLECTION == 0:
+    if next(_resets) % _CASES_PER_FULL_COLLECTION == 0:
         gc.unfreeze()
     gc.collect()
     gc.freeze()

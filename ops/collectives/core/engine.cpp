@@ -112,6 +112,7 @@ void Engine::begin(Operation& operation, bool in_background, std::unique_lock<st
   if (operation.timeout.load().count() == 0) operation.timeout = options_.timeout;
   operation.deadline = Clock::now() + operation.timeout.load() + operation.grace;
   ++num_unfinished_;
+  ++num_begun_;
   has_inbox_.store(true);
   if (in_background) wake_background();
   if (is_driven_) {
@@ -128,6 +129,7 @@ std::byte* Engine::acquire_scratch(size_t num_bytes) {
   if (!is_idle || num_bytes > shared_.staging_bytes() || has_left_) return nullptr;
   if (fork_generation() != fork_generation_) return nullptr;
   is_scratch_acquired_ = true;
+  ++num_begun_;
   // No rank reads this buffer any more: this rank has passed the last barrier of the previous
   // collective, see collective.h.
   return shared_.staging(options_.rank, cursor_.buffer);
@@ -179,10 +181,18 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
 }
 
 size_t Engine::own_resident_bytes() const {
+  // Asking the system takes tens of microseconds, and a memory timeline asks for every phase. Only
+  // this rank's operations and scratch memory make pages of its ranges resident. In a forked child
+  // the mutex may stay locked.
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  const bool is_idle =
+      lock.owns_lock() && !is_driven_ && num_unfinished_ == 0 && !is_scratch_acquired_;
+  if (is_idle && resident_.num_begun == num_begun_) return resident_.num_bytes;
   size_t num_bytes = 0;
   for (const auto& range : shared_.ranges_written_by(options_.rank)) {
     num_bytes += membership_.segment.resident_bytes(range.first, range.size);
   }
+  if (is_idle) resident_ = {num_begun_, num_bytes};
   return num_bytes;
 }
 

@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -109,6 +110,13 @@ class Engine final : public Group {
   std::atomic<bool> has_left_{false};
   std::atomic<int> num_waiting_{0};  // threads in wait() while another one drives
   std::atomic<int> num_unfinished_{0};
+  uint64_t num_begun_ = 0;  // operations, and uses of scratch memory
+  // The result of own_resident_bytes() when `num_begun` had begun and the engine was idle.
+  struct Resident {
+    uint64_t num_begun = UINT64_MAX;
+    size_t num_bytes = 0;
+  };
+  mutable Resident resident_;
   std::vector<OperationPtr> inbox_;
   std::atomic<bool> has_inbox_{false};
   OperationPtr scratch_operation_;                // runs before the inbox's operations

@@ -7,20 +7,20 @@ the README of the repository safetensors). So a file can be written a tensor at 
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import json
-import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from weft.strategy import durable
 
 DTYPES = {
     torch.float64: "F64",
@@ -42,8 +42,6 @@ DTYPES = {
 }
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _ALIGNMENT = 8  # of the first tensor in a file
-# Called with the name of each system call that changes the file system, before it is made; for tests.
-before_call: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,18 +100,18 @@ class TensorFile:
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
-        self._file = _open(path)
-        _write(self._file, len(text).to_bytes(8, "little") + text)
+        self._file = durable.create_file(path)
+        durable.write(self._file, len(text).to_bytes(8, "little") + text)
 
     def write(self, tensor: Tensor) -> None:
         """Append the next tensor."""
         values = tensor.detach().cpu().contiguous()
-        _write(self._file, values.reshape(-1).view(torch.uint8).numpy().data)
+        durable.write(self._file, values.reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Close the file when its bytes are on the disk."""
-        with _closing(self._file):
-            _sync(self._file)
+        with durable.closing(self._file):
+            durable.sync(self._file)
 
 
 class OutputDirectory:
@@ -133,71 +131,30 @@ class OutputDirectory:
 
     def create(self) -> None:
         """Create the temporary directory, and remove those of earlier processes that were killed."""
-        _call("mkdir")
+        durable.announce("mkdir")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for stale in self.path.parent.glob(f".{glob.escape(self.path.name)}.tmp-*"):
-            _call("rmtree")
+            durable.announce("rmtree")
             shutil.rmtree(stale, ignore_errors=True)
-        _call("mkdir")
+        durable.announce("mkdir")
         self.temporary.mkdir()
 
     def create_folder(self, name: str) -> None:
         """Create a folder inside, unless it exists; "": the directory itself."""
         if name and not (self.temporary / name).is_dir():
-            _call("mkdir")
+            durable.announce("mkdir")
             (self.temporary / name).mkdir(parents=True)
 
     def write_json(self, name: str, content: Any) -> None:
-        file = _open(self.temporary / name)
-        with _closing(file):
-            _write(file, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
-            _sync(file)
+        file = durable.create_file(self.temporary / name)
+        with durable.closing(file):
+            durable.write(file, (json.dumps(content, indent=2, sort_keys=True) + "\n").encode())
+            durable.sync(file)
 
     def commit(self) -> None:
         """Give the directory its name, after all that is in it is on the disk."""
-        for file in sorted(self.temporary.rglob("*")):
-            _sync_path(file)
-        _sync_path(self.temporary)
-        _call("rename")
-        os.rename(self.temporary, self.path)
-        _sync_path(self.path.parent)
+        durable.publish(self.temporary, self.path)
 
     def discard(self) -> None:
         """Remove what was written."""
         shutil.rmtree(self.temporary, ignore_errors=True)
-
-
-def _call(name: str) -> None:
-    if before_call is not None:
-        before_call(name)
-
-
-def _open(path: Path) -> int:
-    _call("open")
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-
-
-def _write(file: int, data: bytes | memoryview) -> None:
-    rest = memoryview(data)
-    while rest.nbytes > 0:
-        _call("write")
-        rest = rest[os.write(file, rest[: 1 << 30]) :]
-
-
-def _sync(file: int) -> None:
-    _call("fsync")
-    os.fsync(file)
-
-
-def _sync_path(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    with _closing(file):
-        _sync(file)
-
-
-@contextlib.contextmanager
-def _closing(file: int) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        os.close(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -22,8 +21,9 @@ from torch.distributed.tensor import DTensor
 import weft
 from support import pretrained
 from support.parity import tensor_parallel
+from support.processes import run_on_forks
 from support.ranks import on_ranks
-from weft.strategy import deferred_init, save_pretrained
+from weft.strategy import deferred_init, durable, save_pretrained
 from weft.strategy.data_parallel import apply_fsdp
 from weft.strategy.pretrained import output, writing
 
@@ -159,45 +159,20 @@ def test_sizes() -> None:
     assert {text: output.size_of(text) for text in sizes} == sizes
 
 
-def _save_until(path: Path, victim: int, number: int, num_ranks: int, kills_all: bool) -> list[int]:
-    """Save on forked ranks, of which `victim` is killed before its system call `number`; return their statuses.
-
-    kills_all: the other ranks are killed in the same moment; else they go on until their group fails.
-    """
-    store = path.parent / f"store-{victim}-{number}"
-    first = 0
-    pids = []
-    for rank in range(num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setpgid(0, first)
-                _save_as(rank, num_ranks, store, path, number if rank == victim else -1, kills_all)
-            except BaseException:
-                os._exit(1)
-            os._exit(0)
-        with contextlib.suppress(ProcessLookupError):
-            os.setpgid(pid, first)
-        first = first or pid
-        pids.append(pid)
-    statuses = [os.waitpid(pid, 0)[1] for pid in pids]
-    store.unlink(missing_ok=True)
-    return statuses
-
-
-def _save_as(rank: int, num_ranks: int, store: Path, path: Path, number: int, kills_all: bool) -> None:
+def _save_and_die(rank: int, path: Path, victim: int, number: int, kills_all: bool) -> None:
+    """Save; before its system call `number` the rank `victim` kills itself or all ranks."""
     calls = 0
 
     def count(_: str) -> None:
         nonlocal calls
-        if calls == number:
-            kill = os.killpg if kills_all else os.kill
-            kill(os.getpgrp() if kills_all else os.getpid(), signal.SIGKILL)
+        if calls == number and kills_all:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        elif calls == number:
+            os.kill(os.getpid(), signal.SIGKILL)
         calls += 1
 
-    if num_ranks > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks)
-    output.before_call = count
+    if rank == victim:
+        durable.before_call = count
     save_pretrained(Network(), path, max_shard_size=700)
 
 
@@ -210,8 +185,8 @@ def test_killed_writers_leave_a_complete_directory_or_none(
     """A rank, or all at once, is killed before each of its system calls; a later writer removes what is left."""
     saved = tmp_path / "saved"
     number, num_complete = 0, 0
-    while any(statuses := _save_until(saved, victim, number, num_ranks, kills_all)):
-        assert os.WIFSIGNALED(statuses[victim]) and os.WTERMSIG(statuses[victim]) == signal.SIGKILL
+    while any(statuses := run_on_forks(num_ranks, _save_and_die, saved, victim, number, kills_all)):
+        assert statuses[victim] == -signal.SIGKILL
         if saved.exists():
             _assert_stored(saved, _expected())
             num_complete += 1

@@ -1,0 +1,124 @@
+"""Ranks that are killed while they save leave the old or the new checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.processes import run_on_forks
+from weft._plugin import checkpoint as checkpoints
+from weft.strategy import durable
+
+# Calls on the file system inside torch.distributed.checkpoint and torch.save, as Python reports them.
+AUDITED = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"}
+OLD, NEW = 1.0, 2.0
+
+
+def _state(value: float) -> dict[str, torch.Tensor]:
+    return {"first": torch.full((8, 4), value), "second": torch.full((6,), value)}
+
+
+def _save(rank: int, value: float, path: Path, kind: str) -> None:
+    if kind == "file":
+        if rank == 0:
+            checkpoints.write_file({"state_dict": _state(value)}, path)
+        dist.barrier()
+        return
+    checkpoints.write_directory({"model": _state(value)}, {}, {"epoch": value}, path, rank == 0, dist.barrier)
+
+
+def _save_and_die(rank: int, path: Path, kind: str, victim: int, number: int) -> None:
+    """Save new values; the process `victim` kills all ranks before its call `number` on a file system."""
+    calls = 0
+    is_watching = True
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        if calls == number:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+        calls += 1
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_watching and event in AUDITED and str(path.parent) in str(arguments[0]):
+            count()
+
+    if rank == victim:
+        durable.before_call = count
+        sys.addaudithook(audit)
+    _save(rank, NEW, path, kind)
+    is_watching = False
+
+
+def _loaded(path: Path) -> float:
+    """Return the value of all tensors of a complete checkpoint."""
+    durable.restore_previous(path)
+    if path.is_file():
+        values = torch.load(path)["state_dict"]
+    else:
+        values = {name: torch.zeros_like(value) for name, value in _state(0.0).items()}
+        target = {"model": values}
+        torch.distributed.checkpoint.load(target, checkpoint_id=path, no_dist=True)
+        assert torch.load(path / checkpoints.METADATA_FILENAME) == {"epoch": values["first"][0, 0].item()}
+    found = {value.unique().item() for value in values.values()}
+    assert len(found) == 1 and values.keys() == _state(0.0).keys()
+    return found.pop()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # this process loads alone
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize(
+    ("old", "new", "victim", "min_calls"),
+    [
+        ("directory", "directory", 0, 20),
+        (None, "directory", 0, 15),
+        ("directory", "directory", 1, 1),
+        ("directory", "file", 0, 5),
+    ],
+)
+def test_killed_save_leaves_old_or_new(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    old: str | None,
+    new: str,
+    victim: int,
+    min_calls: int,
+    can_exchange: bool,
+) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(durable, "_exchange", lambda *_: False)
+    folder = tmp_path / "checkpoints"
+    path = folder / "last.ckpt"
+    if old is not None:
+        assert run_on_forks(2, _save, OLD, tmp_path / "old" / "last.ckpt", old) == [0, 0]
+    number, num_old, num_new = 0, 0, 0
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        if old is not None:
+            shutil.copytree(tmp_path / "old", folder)
+        statuses = run_on_forks(2, _save_and_die, path, new, victim, number)
+        if statuses == [0, 0]:
+            break
+        assert statuses == [-signal.SIGKILL] * 2
+        durable.restore_previous(path)
+        if os.path.lexists(path):
+            value = _loaded(path)
+            num_old += value == OLD
+            num_new += value == NEW
+        else:
+            assert old is None
+        if number % 4 == 0:  # the next save removes what is left
+            assert run_on_forks(2, _save, NEW, path, new) == [0, 0]
+            assert os.listdir(folder) == ["last.ckpt"] and _loaded(path) == NEW
+        number += 1
+    assert os.listdir(folder) == ["last.ckpt"] and _loaded(path) == NEW
+    assert number >= min_calls
+    assert num_new > 0 or victim == 1
+    assert (num_old > 0) == (old is not None)
