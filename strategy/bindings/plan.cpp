@@ -4,6 +4,7 @@
 #include "weft/strategy/plan.h"
 
 #include "memory_model.h"
+#include "mersenne_twister.h"
 #include "pipeline.h"
 #include "weft/strategy/mesh.h"
 #include "weft/strategy/shard.h"
@@ -218,6 +219,7 @@ PYBIND11_MODULE(_plan, module) {
   bind_plan(module);
   bind_memory_model(module);
   bind_pipeline(module);
+  bind_mersenne_twister(module);
 
   module.def("matches", &matches, py::arg("pattern"), py::arg("name"));
   module.def(

@@ -208,6 +208,12 @@ def rows_per_block(device: str, num_rows: int, row_bytes: int) -> int:
     `device`: "cpu" or "cuda"; otherwise ValueError.
     """
 
+def cpu_generator_after(state: bytes, count: int) -> bytes:
+    """The state of a torch CPU generator, of 5056 bytes, after `count` 32-bit numbers have been drawn.
+
+    ValueError: `state` has another layout.
+    """
+
 def check_style(style: str) -> None:
     """Raise ValueError, with the valid styles and the nearest one, unless `style` is in `STYLES`."""
 

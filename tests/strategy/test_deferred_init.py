@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -318,6 +318,31 @@ def test_random_streams_of_many_chunks_are_bitwise_equal(
     assert torch.equal(torch.rand(5), after)
     assert torch.equal(shard_of(tensor, 0, 333, 200)[0], expected[333:533])
     assert torch.equal(full_value_of(tensor), expected)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_of_other_shards_are_passed_over(rank: int, dtype: torch.dtype) -> None:
+    """The generator is advanced past chunks that a rank does not need, instead of drawing them."""
+    num_drawn = 0
+    own = stream._draw_chunks
+
+    def draw_chunks(*args: Any, **kwargs: Any) -> Iterator[tuple[int, Tensor]]:
+        nonlocal num_drawn
+        for first, values in own(*args, **kwargs):
+            num_drawn += values.numel()
+            yield first, values
+
+    chunk, rows, columns = stream._CHUNK, 2048, 1000
+    with pytest.MonkeyPatch.context() as patch, deferred_init():
+        patch.setattr(stream, "_draw_chunks", draw_chunks)
+        for name in ("uniform_", "normal_"):
+            num_drawn = 0
+            tensor = getattr(torch.empty(rows, columns, dtype=dtype), name)()
+            assert 16 <= num_drawn <= chunk + 16, "the last chunk"
+            num_drawn = 0
+            shard_of(tensor, 0, rows // 2, rows // 8)
+            assert rows * columns // 8 <= num_drawn <= rows * columns // 8 + 2 * chunk
 
 
 def test_kernel_that_reseeds_is_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
