@@ -76,7 +76,7 @@ def write_directory(
     checkpoint at `path`: a crash at any moment leaves one of the two.
     """
     check_checkpoint_path(path)
-    partial = _partial(path)
+    partial = durable.temporary_name(path)
     if is_first_rank:
         durable.restore_previous(path)
         durable.remove(partial)
@@ -101,16 +101,11 @@ def write_directory(
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
     """Write a checkpoint of plain tensors as the file `path`, as safe from crashes as a directory; not collective."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = _partial(path)
+    partial = durable.temporary_name(path)
     durable.remove(partial)
     durable.announce("open")
     torch.save(checkpoint, partial)
     durable.publish(partial, path)
-
-
-def _partial(path: Path) -> Path:
-    """Return the name under which a checkpoint is written; a crash may leave it, and the next save removes it."""
-    return path.with_name(f".{path.name}.partial")
 
 
 def check_checkpoint_path(path: Path) -> None:

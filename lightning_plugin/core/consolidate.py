@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft._plugin.checkpoint import METADATA_FILENAME, MODEL_KEYS, is_directory, optimizer_key, write_file
+from weft.strategy import durable
 
 DIRECTORY_NOTE = (
     "weft writes checkpoints as directories of shards, which trainer.fit(ckpt_path=...) reads; for "
@@ -43,6 +44,7 @@ def consolidate_checkpoint(
     """
     source = Path(directory)
     target = source.with_name(f"{source.name}.consolidated") if file is None else Path(file)
+    source = durable.existing(source)
     if not is_directory(source):
         raise ValueError(
             f"consolidate_checkpoint got {str(source)!r}, which is not a directory with shards and a "

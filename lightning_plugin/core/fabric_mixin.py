@@ -283,8 +283,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint, saved by any number of ranks, into the objects of `state`; return the rest; collective."""
-        if self.is_global_zero:
-            durable.restore_previous(Path(path))
+        path = durable.existing(Path(path))
         optimizers = {}
         if self.plan is not None and isinstance(state, dict):
             optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}

@@ -33,9 +33,10 @@ class ReadBar:
         try:
             with self._progress.follow():
                 yield
-        finally:
             if self._bar is not None:
                 self._bar.total = self._bar.n  # tensors that nothing needed were expected, too
+        finally:
+            if self._bar is not None:
                 self._bar.close()
 
     def expect(self, module: Module) -> None:

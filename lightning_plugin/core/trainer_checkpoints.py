@@ -50,9 +50,7 @@ def load(
 
     full_model: describes the full model if the model is in stages; else None.
     """
-    if strategy.is_global_zero:
-        durable.restore_previous(Path(checkpoint_path))
-    path = Path(strategy.broadcast(checkpoint_path))
+    path = durable.existing(Path(strategy.broadcast(checkpoint_path)))
     load_from = load_directory if is_directory(path) else load_file
     with torch.no_grad():
         strict = strategy.lightning_module.strict_loading

@@ -1,12 +1,11 @@
 """Writes files and directories so that a crash leaves the old or the new one under a name, never a part of one.
 
-A writer makes a directory beside the target, writes everything into it, and calls `publish`. That synchronises the
-files and directories with the disk, and then gives the new directory the name in one system call: Linux exchanges two
-names atomically (`renameat2` with RENAME_EXCHANGE), so that the name always has one of the two. The old one is removed
-afterwards.
+A writer writes beside the target, and calls `publish`. That waits until the new file or directory is on the disk, and
+then gives it the name in one system call: Linux exchanges two names atomically (`renameat2` with RENAME_EXCHANGE), so
+that the name always has the old or the new one. The old one is removed afterwards.
 
 A file system that cannot exchange names, such as NFS, takes two renames. Between them nothing has the name, and the old
-one is beside it as `.NAME.previous`: `restore_previous` gives it the name again.
+one has another, hidden name: a reader finds it by `existing`, and the next writer gives it its name again.
 """
 
 from __future__ import annotations
@@ -14,29 +13,47 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _MAX_WRITE_BYTES = 1 << 30  # of one system call
+# Errors of file systems, or of permissions, that do not let a directory be synchronised.
+_UNSYNCED_DIRECTORY = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
 # Called with the name of each system call that changes the file system, before it is made; for tests.
 before_call: Callable[[str], None] | None = None
 
 
-def publish(temporary: Path, path: Path) -> None:
-    """Give a file or directory the name `path`, once it is on the disk, and remove what had that name before.
+def temporary_name(path: Path) -> Path:
+    """Return the name, in the same directory, under which a file or directory is written before it is published.
 
-    Both must be in the same directory.
+    A killed writer leaves it; the next writer of the same path removes it.
+    """
+    return _beside(path, "partial")
+
+
+def _beside(path: Path, kind: str) -> Path:
+    # Without the name itself: Lightning searches a directory for names that contain "hpc_ckpt_".
+    absolute = path.absolute()
+    digest = hashlib.sha256(os.fsencode(absolute.name)).hexdigest()
+    return absolute.parent / f".weft-{digest[:16]}.{kind}"
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a file or directory, in the same directory as `path`, that name, and remove what had the name before.
+
+    If the old one cannot be removed, a warning says so.
     """
     sync_tree(temporary)
     restore_previous(path)
     if not os.path.lexists(path):
-        announce("rename")
-        os.rename(temporary, path)
+        _rename(temporary, path)
         sync_path(path.parent)
         return
     if not temporary.is_dir() and not path.is_dir():
@@ -45,46 +62,60 @@ def publish(temporary: Path, path: Path) -> None:
         sync_path(path.parent)
         return
     if not _exchange(temporary, path):
-        previous = _previous(path)
-        announce("rename")
-        os.rename(path, previous)
-        announce("rename")
-        os.rename(temporary, path)
-        announce("rename")
-        os.rename(previous, temporary)  # so that what has the name of `previous` is always complete
+        previous = _beside(path, "previous")
+        _rename(path, previous)
+        _rename(temporary, path)
+        _rename(previous, temporary)  # so that what has the name of `previous` is always complete
     sync_path(path.parent)
-    remove(temporary)
+    try:
+        remove(temporary)
+    except OSError as error:
+        warnings.warn(
+            f"weft: {str(path)!r} is complete, but the old one, now {str(temporary)!r}, cannot be removed ({error}); "
+            "remove it.",
+            stacklevel=2,
+        )
+
+
+def publish_new(temporary: Path, path: Path) -> None:
+    """Give a directory the name `path`, which must be free; raises OSError if another directory with files has it."""
+    sync_tree(temporary)
+    _rename(temporary, path)
+    sync_path(path.parent)
+
+
+def existing(path: Path) -> Path:
+    """Return `path` or, if a crash has left nothing under that name, the name of the old file or directory."""
+    previous = _beside(path, "previous")
+    return previous if not os.path.lexists(path) and os.path.lexists(previous) else path
 
 
 def restore_previous(path: Path) -> None:
-    """Complete a `publish` that a crash has interrupted between its renames: remove the old one, or rename it back."""
-    previous = _previous(path)
+    """Complete a `publish` that a crash has interrupted between its renames; for writers only."""
+    previous = _beside(path, "previous")
     if not os.path.lexists(previous):
         return
     if os.path.lexists(path):
         remove(previous)
     else:
-        announce("rename")
-        os.rename(previous, path)
+        _rename(previous, path)
 
 
-def _previous(path: Path) -> Path:
-    return path.with_name(f".{path.name}.previous")
+def _rename(old: Path, new: Path) -> None:
+    announce("rename")
+    os.rename(old, new)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; return False if the system or the file system cannot."""
+    """Exchange two names atomically; return False if the system or the file system does not."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):  # glibc before 2.28, or not Linux
         return False
     announce("exchange")
-    arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    if libc.renameat2(*arguments) == 0:
-        return True
-    error = ctypes.get_errno()
-    if error in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(error, os.strerror(error), str(one), None, str(other))
+    # Systems report an unsupported exchange by many errors; a real one comes again from the renames.
+    return bool(
+        libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)) == 0
+    )
 
 
 def remove(path: Path) -> None:
@@ -124,9 +155,14 @@ def sync(file: int) -> None:
 
 
 def sync_path(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    with closing(file):
-        sync(file)
+    """Wait until a file's contents, or the names in a directory, are on the disk, if the file system can say so."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+        with closing(file):
+            sync(file)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in _UNSYNCED_DIRECTORY):
+            raise
 
 
 def sync_tree(path: Path) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
 from lightning_plugin.scripts.plugin_models import (
+    FeedForward,
     Model,
     assert_same_weights,
     loader,
@@ -21,6 +24,8 @@ from lightning_plugin.scripts.plugin_models import (
 from support.ranks import on_ranks, run_on_ranks
 from weft._plugin import checkpoint as checkpoints
 from weft.lightning import WeftModelParallelStrategy, consolidate_checkpoint
+from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
+from weft.strategy import durable
 
 SIZES = (1, 2, 4)
 FORMATS = ("directory", "file")
@@ -51,6 +56,43 @@ def _resume(rank: int, world_size: int, names: list[str], folder: str, optimizer
         run.fit(model, loader(), ckpt_path=Path(folder, name))
         results[name] = (len(model.losses), weights(model))
     return results
+
+
+@on_ranks(2)
+def test_interrupted_exchange_is_completed(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A crash between two renames, on a file system that cannot exchange names, leaves the old one under another."""
+    set_torchrun_environment(rank, world_size)
+    path = tmp_path / "last.ckpt"
+    hidden = durable._beside(path, "previous")
+    model, run = Model(), trainer(world_size, _strategy("directory"), tmp_path)
+    run.fit(model, loader())
+    run.save_checkpoint(path)
+    if rank == 0:
+        path.rename(hidden)
+        consolidate_checkpoint(path)
+        assert sorted(each.name for each in tmp_path.iterdir()) == [hidden.name, "last.ckpt.consolidated"]
+    dist.barrier()
+    resumed, again = Model(seed=99), trainer(world_size, _strategy("directory"), tmp_path)
+    again.fit(resumed, loader(), ckpt_path=path)
+    assert_same_weights(weights(resumed), weights(model))
+    assert hidden.exists() and not path.exists(), "reading changes nothing"
+    again.save_checkpoint(path)
+    assert path.is_dir() and not hidden.exists()
+
+
+@on_ranks(2)
+def test_fabric_finds_checkpoint_after_an_interrupted_exchange(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
+    path = tmp_path / "last.ckpt"
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=FabricStrategy(plan="auto"))
+    fabric.launch()
+    first, second = fabric.setup(FeedForward()), fabric.setup(FeedForward())
+    fabric.save(path, {"model": first})
+    if rank == 0:
+        path.rename(durable._beside(path, "previous"))
+    dist.barrier()
+    fabric.load(path, {"model": second})
+    assert_same_weights(weights(second), weights(first))
 
 
 def _train_uninterrupted(rank: int, world_size: int, folder: str, optimizer: str) -> dict[str, torch.Tensor]:

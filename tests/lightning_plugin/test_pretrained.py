@@ -162,7 +162,7 @@ def output_of_fit(rank: int, world_size: int, path: Path, layout: str, option: b
 @pytest.mark.parametrize(("layout", "option"), [("tp2", False), ("tp2", True), ("dp2", False)])
 def test_bar_shows_bytes_read(path: Path, layout: str, option: bool) -> None:
     (text, num_read), (other, _) = run_on_ranks(2, output_of_fit, path=path, layout=layout, option=option, bar=True)
-    [last] = [each for each in re.split("[\r\n]", text) if each.startswith("weft reads weights: 100%")]
+    *_, last = [each for each in re.split("[\r\n]", text) if each.startswith("weft reads weights: 100%")]
     size = f"{num_read / 1000:.0f}k"
     assert f"{size}/{size} [" in last and "B/s]" in last
     assert "weft reads" not in other

@@ -345,6 +345,22 @@ def test_numbers_of_other_shards_are_passed_over(rank: int, dtype: torch.dtype) 
             assert rows * columns // 8 <= num_drawn <= rows * columns // 8 + 2 * chunk
 
 
+@on_ranks(1)
+def test_normal_number_left_in_the_generator_is_used(rank: int) -> None:
+    """It is the second of two; `log_normal_` takes it, so that no chunk begins with a new one."""
+    rows, columns = 70, 4096
+    for call in (lambda: None, lambda: torch.randn(3, dtype=torch.float64)):
+        torch.manual_seed(5)
+        call()
+        expected = torch.empty(rows, columns).log_normal_()
+        torch.manual_seed(5)
+        call()
+        with deferred_init():
+            tensor = torch.empty(rows, columns).log_normal_()
+        start = stream._CHUNK // columns
+        assert torch.equal(shard_of(tensor, 0, start, 8)[0], expected[start : start + 8])
+
+
 def test_kernel_that_reseeds_is_not_chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     def seeded(tensor: Tensor, generator: torch.Generator) -> Tensor:
         seed = torch.randint(1 << 30, (), generator=generator).item()

@@ -263,7 +263,7 @@ def run_on_forks(num_ranks: int, body: Callable[..., object], *args: object) -> 
     It is for ranks that kill each other; other tests use `ranks.run_on_ranks`. Returns the exit statuses by rank: 0, 1
     after an exception, or negative for a signal.
     """
-    leader = 0
+    leader, parent = 0, os.getpid()
     pids = []
     with tempfile.TemporaryDirectory(prefix="weft-forks-") as folder:
         for rank in range(num_ranks):
@@ -272,6 +272,7 @@ def run_on_forks(num_ranks: int, body: Callable[..., object], *args: object) -> 
                 status = 1
                 try:
                     os.setpgid(0, leader)
+                    die_with_parent(parent)
                     if num_ranks > 1:
                         _join_gloo_group(Path(folder, "store"), rank, num_ranks)
                     body(rank, *args)

@@ -181,12 +181,13 @@ void Engine::wait(Operation& operation, std::chrono::milliseconds timeout) {
 }
 
 size_t Engine::own_resident_bytes() const {
-  // Asking the system takes tens of microseconds, and a memory timeline asks for every phase. Only
-  // this rank's operations and scratch memory make pages of its ranges resident. In a forked child
-  // the mutex may stay locked.
+  // Asking the system takes tens of microseconds, and a memory timeline asks for every phase. This
+  // rank's operations and scratch memory make pages of its ranges resident; so may a peer that
+  // reads the header of a ring for the first time, which counts from the next operation on. In a
+  // forked child the mutex may stay locked, and the segment is not mapped.
   const std::unique_lock lock(mutex_, std::try_to_lock);
-  const bool is_idle =
-      lock.owns_lock() && !is_driven_ && num_unfinished_ == 0 && !is_scratch_acquired_;
+  const bool is_idle = lock.owns_lock() && fork_generation() == fork_generation_ && !is_driven_ &&
+                       num_unfinished_ == 0 && !is_scratch_acquired_;
   if (is_idle && resident_.num_begun == num_begun_) return resident_.num_bytes;
   size_t num_bytes = 0;
   for (const auto& range : shared_.ranges_written_by(options_.rank)) {

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from weft.strategy import durable
 from weft.strategy.pretrained.hugging_face import converted_for_saving, save_configuration
 from weft.strategy.pretrained.output import DTYPES, size_of
 from weft.strategy.pretrained.values import LazyTensor
@@ -89,6 +90,7 @@ def _tensors_of(path: Path, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
     """Return the tensors of the model in a checkpoint, by their names in it."""
     if not path.exists():
         raise FileNotFoundError(f"convert got the checkpoint {str(path)!r}, which does not exist; pass its path.")
+    path = durable.existing(path)
     found, keys = _tensors_of_directory(path, dtype) if path.is_dir() else _tensors_of_file(path, dtype)
     if not found:
         raise ValueError(

@@ -153,7 +153,7 @@ class OutputDirectory:
 
     def commit(self) -> None:
         """Give the directory its name, after all that is in it is on the disk."""
-        durable.publish(self.temporary, self.path)
+        durable.publish_new(self.temporary, self.path)
 
     def discard(self) -> None:
         """Remove what was written."""

@@ -17,7 +17,7 @@ class ReadProgress:
     """Counts the bytes that are read inside `follow`, and estimates their sum at the end.
 
     A rank's share of a tensor is known only when the tensor is sharded. The estimate assumes that this share is, of the
-    tensors that are not read yet, the same as of the others: it is exact at the end.
+    tensors that are not read yet, the same as of the others. If each expected tensor is read, it is exact at the end.
 
     Args:
         show: called with (bytes read, bytes to read) after each read; both are 0 before the first `expect`.
@@ -25,7 +25,7 @@ class ReadProgress:
 
     def __init__(self, show: Callable[[int, int], None]) -> None:
         self._show = show
-        self._seen: set[int] = set()
+        self._seen: dict[int, FileTensor] = {}  # by id; it keeps the tensors, so that no other one gets an id
         self._open: dict[int, FileTensor] = {}  # by id: tensors of which nothing has been read
         self._num_open = 0  # bytes of these tensors in the files
         self._num_begun = 0  # bytes of the others
@@ -46,8 +46,7 @@ class ReadProgress:
         """Add tensors of which this rank will read its share."""
         for tensor in tensors:
             if id(tensor) not in self._seen:
-                self._seen.add(id(tensor))
-                self._open[id(tensor)] = tensor
+                self._seen[id(tensor)] = self._open[id(tensor)] = tensor
                 self._num_open += tensor.num_bytes
 
     def expect_module(self, module: nn.Module) -> None:
@@ -68,7 +67,7 @@ class ReadProgress:
             self._num_open -= tensor.num_bytes
             self._num_begun += tensor.num_bytes
         elif id(tensor) not in self._seen:
-            self._seen.add(id(tensor))
+            self._seen[id(tensor)] = tensor
             self._num_begun += tensor.num_bytes
         self._num_read += num_bytes
         self._show(self._num_read, self.num_to_read)

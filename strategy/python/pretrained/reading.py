@@ -93,13 +93,14 @@ def load_pretrained(
     if strict and (missing or unexpected or mismatched):
         raise ValueError(_explain(path, missing, unexpected, mismatched))
     _check_not_meta(targets, loaded)
-    expect_reads(found[names[name]] for name in loaded if not is_deferred(targets[name]))
-    done: set[int] = set()
+    # Each target once: a tied parameter has several names.
+    sources: dict[int, tuple[Tensor, FileTensor]] = {}
+    for name in loaded:
+        sources.setdefault(id(targets[name]), (targets[name], found[names[name]]))
+    expect_reads(source for target, source in sources.values() if _is_read_now(target))
     with torch.no_grad():
-        for name in loaded:
-            if id(targets[name]) not in done:
-                _fill(targets[name], found[names[name]])
-                done.add(id(targets[name]))
+        for target, source in sources.values():
+            _fill(target, source)
     return PretrainedReport(
         tuple(loaded),
         tuple(missing),
@@ -197,11 +198,15 @@ def _local(tensor: Any) -> Tensor:
     return local
 
 
+def _is_read_now(target: Tensor) -> bool:
+    return not is_deferred(target) and _local(target).numel() > 0
+
+
 def _fill(target: Tensor, source: FileTensor) -> None:
     local = _local(target)
     if is_deferred(target):
         target.copy_(deferred_of(source, target.tape))
-    elif local.numel() > 0:
+    elif _is_read_now(target):
         local.detach().copy_(source.read(_region(target)))
 
 

@@ -159,6 +159,23 @@ def test_sizes() -> None:
     assert {text: output.size_of(text) for text in sizes} == sizes
 
 
+def test_directory_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    own = output.OutputDirectory.commit
+
+    def commit(self: output.OutputDirectory) -> None:
+        self.path.mkdir()
+        (self.path / "tokenizer.json").write_text("{}")
+        own(self)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(RuntimeError, match=r"rank 0 failed .*not empty"),
+    ):
+        patch.setattr(output.OutputDirectory, "commit", commit)
+        save_pretrained(Network(), tmp_path / "saved")
+    assert os.listdir(tmp_path) == ["saved"] and os.listdir(tmp_path / "saved") == ["tokenizer.json"]
+
+
 def _save_and_die(rank: int, path: Path, victim: int, number: int, kills_all: bool) -> None:
     """Save; before its system call `number` the rank `victim` kills itself or all ranks."""
     calls = 0
