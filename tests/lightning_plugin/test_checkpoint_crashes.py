@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from support.processes import run_on_forks
 from weft._plugin import checkpoint as checkpoints
-from weft.strategy import durable
+from weft.strategy import convert, durable
 
 # Calls on the file system inside torch.distributed.checkpoint and torch.save, as Python reports them.
 REMOVALS = {"os.remove", "os.rmdir"}
@@ -128,3 +129,13 @@ def test_killed_save_leaves_old_or_new(
     assert number >= min_calls
     assert num_new > 0 or victim == 1
     assert (num_old > 0) == (old is not None)
+
+
+def test_convert_finds_checkpoint_after_an_interrupted_exchange(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    assert run_on_forks(2, _save, OLD, path, "directory") == [0, 0]
+    path.rename(durable._beside(path, "previous"))
+    convert(path, tmp_path / "converted")
+    stored = load_file(tmp_path / "converted" / "model.safetensors")
+    assert stored.keys() == _state(OLD).keys()
+    assert all(torch.equal(stored[name], value) for name, value in _state(OLD).items())

@@ -88,9 +88,9 @@ def convert(
 
 def _tensors_of(path: Path, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
     """Return the tensors of the model in a checkpoint, by their names in it."""
+    path = durable.existing(path)
     if not path.exists():
         raise FileNotFoundError(f"convert got the checkpoint {str(path)!r}, which does not exist; pass its path.")
-    path = durable.existing(path)
     found, keys = _tensors_of_directory(path, dtype) if path.is_dir() else _tensors_of_file(path, dtype)
     if not found:
         raise ValueError(

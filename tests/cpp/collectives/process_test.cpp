@@ -7,6 +7,7 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <sys/wait.h>
@@ -176,6 +177,30 @@ TEST(Processes, AForkedChildGetsAnErrorAndItsGroupStillWorks) {
     }
     complete(engine, barrier_call());
     return 0;
+  });
+  for (const pid_t pid : pids) EXPECT_EQ(exit_status(pid), 0);
+  store.remove();
+}
+
+TEST(Processes, OwnResidentBytesGrowWithScratchAndWithEachOperation) {
+  const FolderStore store;
+  constexpr size_t kScratchBytes = 64 * 1024;
+  const auto pids = fork_ranks(2, store, [](Engine& engine, int rank) {
+    static_cast<void>(rank);
+    complete(engine, barrier_call());
+    const size_t at_first = engine.own_resident_bytes();
+    std::byte* const scratch = engine.acquire_scratch(kScratchBytes);
+    if (scratch == nullptr) return 1;
+    std::memset(scratch, 1, kScratchBytes);
+    engine.release_scratch();
+    const size_t with_scratch = engine.own_resident_bytes();
+    if (with_scratch < at_first + kScratchBytes) return 2;
+    if (engine.own_resident_bytes() != with_scratch) return 3;
+    std::vector<float> values(1000000, 1.F);
+    complete(engine,
+             all_reduce_call(
+                 {DType::kFloat32, {1000000}}, ReduceOp::kSum, input(values), output(values)));
+    return engine.own_resident_bytes() > with_scratch ? 0 : 4;
   });
   for (const pid_t pid : pids) EXPECT_EQ(exit_status(pid), 0);
   store.remove();
