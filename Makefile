@@ -35,11 +35,14 @@ test-cpp: build
 test-python: build
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
-# Runs the tests that need a CUDA device on an emulated CUDA runtime: see tests/support/cuda_runtime/README.md.
+# Runs the tests that need a CUDA device on an emulated CUDA runtime: see tests/support/cuda_runtime/README.md. Collects
+# only files with one of the marks, and starts the longest file first.
+CUDA_MARKS := mark\.(cuda|gpu|nccl|cuda_runtime)\b|on_device\(
 test-cuda: build
 	if [ -f build/dev/tests/cuda_runtime/libweft_cuda_runtime.so ]; then \
 	  OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m support.cuda_runtime -m pytest -n $(TEST_JOBS) --dist loadfile \
-	    -m "cuda or gpu or cuda_runtime or nccl" tests/cuda_runtime tests/ops tests/strategy tests/benchmarks; \
+	    --no-loadscope-reorder -m "cuda or gpu or cuda_runtime or nccl" \
+	    $$(grep -rlE '$(CUDA_MARKS)' tests --include='test_*.py' | sort); \
 	else echo "test-cuda: left out, because the build has no CUDA sources"; fi
 
 # The editable install configures and builds once; afterwards CMake rebuilds only what changed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,10 +134,37 @@ def test_no_record_without_a_session(tmp_path: Path) -> None:
     assert test_records.collect(tmp_path) is None
 
 
-def test_every_file_with_a_cuda_test_is_found() -> None:
-    """`files_with_cuda_tests` searches the text of files; pytest must select no test in another file."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "cuda", "-n", "0", "tests"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
-    selected = {line.partition("::")[0] for line in run.stdout.splitlines() if "::" in line}
-    assert selected, run.stdout + run.stderr
-    assert selected <= set(test_records.files_with_cuda_tests(ROOT))
+CUDA_MARKS = ("cuda", "gpu", "cuda_runtime", "nccl")
+LIST_MARKS = """
+import pytest
+
+class Marks:
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            print("item", item.nodeid.partition("::")[0], *(mark.name for mark in item.iter_markers()))
+
+pytest.main(["--collect-only", "-q", "-n", "0", "-m", "cuda or gpu or cuda_runtime or nccl", "tests"], [Marks()])
+"""
+
+
+def files_by_mark(items: list[list[str]]) -> dict[str, set[str]]:
+    """Return the files that have tests with each of `CUDA_MARKS`; an item is its file and its marks."""
+    return {mark: {path for path, *marks in items if mark in marks} for mark in CUDA_MARKS}
+
+
+def test_every_file_with_a_cuda_test_is_found(request: pytest.FixtureRequest) -> None:
+    """`make gpu` and `make test-cuda` search the text of files; pytest must select no test in another file."""
+    items = request.session.items
+    files = files_by_mark([[item.nodeid.partition("::")[0], *(m.name for m in item.iter_markers())] for item in items])
+    if not all(files.values()):  # this session runs only a few files
+        command = [sys.executable, "-c", LIST_MARKS]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+        files = files_by_mark([line.split()[1:] for line in run.stdout.splitlines() if line.startswith("item ")])
+        assert all(files.values()), run.stdout + run.stderr
+    assert files["cuda"] <= set(test_records.files_with_cuda_tests(ROOT))
+
+    pattern = re.search(r"^CUDA_MARKS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert pattern is not None
+    search = ["grep", "-rlE", pattern[1], "tests", "--include=test_*.py"]
+    found = subprocess.run(search, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert set().union(*files.values()) <= set(found)

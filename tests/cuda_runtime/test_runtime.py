@@ -273,3 +273,4 @@ def test_nccl_ranks_need_a_device_each() -> None:
     torch.cuda.set_device(0)
     with pytest.raises(RuntimeError, match="two ranks of a communicator use one device"):
         dist.new_group(backend="nccl", device_id=torch.device("cuda:0"))
+    assert torch.ones(SIZE, device="cuda").sum().item() == SIZE  # an error of NCCL does not fail CUDA's next call

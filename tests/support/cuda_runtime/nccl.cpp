@@ -177,6 +177,15 @@ int with_all_inputs(void* comm,
   });
 }
 
+thread_local std::string last_failure;
+
+// Returns `error`, whose reason ncclGetLastError() gives. It is no error of CUDA:
+// cudaGetLastError() would return that one to a later call of this thread.
+int fail_call(int error, const std::string& reason) {
+  last_failure = reason;
+  return error;
+}
+
 int join(void** result, const std::string& id, int rank, int num_ranks) {
   try {
     auto communicator = std::make_shared<Communicator>(id, rank, num_ranks);
@@ -191,14 +200,12 @@ int join(void** result, const std::string& id, int rank, int num_ranks) {
     std::sort(devices.begin(), devices.end());
     const bool is_shared = std::adjacent_find(devices.begin(), devices.end()) != devices.end();
     if (is_shared && std::getenv("NCCL_MULTI_RANK_GPU_ENABLE") == nullptr) {
-      fail(cudaErrorInvalidDevice, "two ranks of a communicator use one device");
-      return kInvalidUsage;
+      return fail_call(kInvalidUsage, "two ranks of a communicator use one device");
     }
     *result = new Handle(std::move(communicator));
     return kSuccess;
   } catch (const std::exception& error) {
-    fail(cudaErrorUnknown, error.what());
-    return kRemoteError;
+    return fail_call(kRemoteError, error.what());
   }
 }
 
@@ -243,8 +250,7 @@ WEFT_CUDA_API int ncclCommSplit(void* comm, int color, int key, void** result, v
   try {
     own.wire.exchange(sent, received);
   } catch (const std::exception& error) {
-    fail(cudaErrorUnknown, error.what());
-    return kRemoteError;
+    return fail_call(kRemoteError, error.what());
   }
   const std::string id =
       own.id + "." + std::to_string(own.num_splits++) + "." + std::to_string(color);
@@ -276,13 +282,10 @@ WEFT_CUDA_API int ncclCommGetAsyncError(void* /*comm*/, int* result) {
   return kSuccess;
 }
 
-WEFT_CUDA_API const char* ncclGetLastError(void* /*comm*/) {
-  return cudaGetErrorString(cudaSuccess);
-}
+WEFT_CUDA_API const char* ncclGetLastError(void* /*comm*/) { return last_failure.c_str(); }
 WEFT_CUDA_API const char* ncclGetErrorString(int error) {
   static thread_local std::string text;
-  text = "error " + std::to_string(error) +
-         " of NCCL without a device: " + cudaGetErrorString(cudaSuccess);
+  text = "error " + std::to_string(error) + " of NCCL without a device: " + last_failure;
   return text.c_str();
 }
 
@@ -405,10 +408,9 @@ WEFT_CUDA_API int ncclRecv(
 // ---- not supported -----------------------------------------------------------------------------
 
 // These replace NCCL's own functions, which cannot use this file's communicators.
-#define WEFT_UNSUPPORTED(name)                                                       \
-  WEFT_CUDA_API int name() {                                                         \
-    fail(cudaErrorNotSupported, #name " is not supported by NCCL without a device"); \
-    return kInvalidUsage;                                                            \
+#define WEFT_UNSUPPORTED(name)                                                           \
+  WEFT_CUDA_API int name() {                                                             \
+    return fail_call(kInvalidUsage, #name " is not supported by NCCL without a device"); \
   }
 
 WEFT_UNSUPPORTED(ncclAlltoAll)
