@@ -72,5 +72,5 @@ setup(
     ext_modules=[Extension("weft._cmake", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     version=f"{version}+torch{torch_release}" if torch_release else version,
-    install_requires=[f"torch=={torch_release}" if torch_release else "torch>=2.11", "numpy", "pyyaml"],
+    install_requires=[f"torch=={torch_release}" if torch_release else "torch>=2.11", "numpy", "pyyaml", "xxhash>=3.5"],
 )

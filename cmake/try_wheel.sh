@@ -13,7 +13,7 @@ export PATH PYTHON WEFT_BUILD_DIR WEFT_PRESET
 sh cmake/wheel.sh "$PWD/dist" "$build/source"
 torch="$("$PYTHON" -c 'import importlib.metadata as m; print(m.version("torch").split("+")[0])')"
 uv venv --quiet --clear --python "$PYTHON" "$build/venv"
-uv pip install --quiet --python "$build/venv/bin/python" "torch==$torch" 'lightning>=2.5,!=2.6.2,!=2.6.3' numpy pyyaml
+uv pip install --quiet --python "$build/venv/bin/python" "torch==$torch" 'lightning>=2.5,!=2.6.2,!=2.6.3' numpy pyyaml xxhash
 uv pip install --quiet --python "$build/venv/bin/python" --no-index --find-links "$PWD/dist" --only-binary weft 'weft[lightning]'
 cp tests/wheel/train_two_steps.py "$build/"
 cd "$build"

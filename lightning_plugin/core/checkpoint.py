@@ -1,30 +1,32 @@
 """Checkpoints of a model in shards or stages: a directory of shards, or one file in the format of any Trainer.
 
-torch.distributed.checkpoint writes the shards; `meta.pt` in the directory has all other entries. The keys are "model"
-and "optimizer_0", ..., as Lightning's `consolidate_checkpoint` expects (not "state_dict", the model's key in
-directories of Lightning's ModelParallelStrategy); under Fabric, they are the keys of the user's state. An optimizer
-without state is saved in meta.pt, because torch.distributed.checkpoint drops empty dictionaries.
+`weft.strategy.checkpoint` writes and reads directories. The keys of the sharded state are "model" and "optimizer_0",
+... (not "state_dict", the model's key in directories of Lightning's ModelParallelStrategy); under Fabric, they are the
+keys of the user's state. An optimizer without state is saved with the other entries, because
+torch.distributed.checkpoint drops empty dictionaries.
 
 All ranks must call the functions that save or load, except `write_file`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft._plugin.optimizer_state import FullModel, load_sharded_state, load_state, rekey_by_name
+from weft.strategy import checkpoint as directories
 from weft.strategy import durable
+from weft.strategy.checkpoint import Checkpoint
+from weft.strategy.checkpoint.manifest import has_manifest
 
-METADATA_FILENAME = "meta.pt"
 # The model's key in a Trainer's directory, as weft's strategy and as Lightning's ModelParallelStrategy write it.
 MODEL_KEYS = ("model", "state_dict")
 
@@ -39,26 +41,20 @@ def without_none(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def is_directory(path: Path) -> bool:
-    """Return whether `path` is a directory of shards with Lightning's metadata."""
-    return (path / METADATA_FILENAME).is_file()
-
-
 def save_directory(
     checkpoint: dict[str, Any],
     path: Path,
-    is_first_rank: bool,
-    barrier: Callable[[], None],
     pipeline_group: dist.ProcessGroup | None = None,
+    about: dict[str, Any] | None = None,
 ) -> None:
     """Write a Trainer's `checkpoint`, in which "state_dict" and "optimizer_states" hold DTensors, as a directory.
 
-    `pipeline_group`: the ranks that hold the stages of the model; None: the model has no stages.
+    `pipeline_group`: the ranks that hold the stages of the model; None: the model has no stages. See `write_directory`.
     """
     rest = dict(checkpoint)
     states = rest.pop("optimizer_states", [])
     optimizers = {optimizer_key(idx): state for idx, state in enumerate(states)}
-    write_directory({"model": rest.pop("state_dict")}, optimizers, rest, path, is_first_rank, barrier, pipeline_group)
+    write_directory({"model": rest.pop("state_dict")}, optimizers, rest, path, pipeline_group, about)
 
 
 def write_directory(
@@ -66,23 +62,24 @@ def write_directory(
     optimizers: dict[str, dict[str, Any]],
     rest: dict[str, Any],
     path: Path,
-    is_first_rank: bool,
-    barrier: Callable[[], None],
     pipeline_group: dist.ProcessGroup | None = None,
+    about: dict[str, Any] | None = None,
 ) -> None:
     """Write state dicts of DTensors and, from the first rank, `rest`, as the directory `path`.
 
     The directory is written under another name. When it is complete and on the disk, it takes the place of a previous
-    checkpoint at `path`: a crash at any moment leaves one of the two.
+    checkpoint at `path`: a crash at any moment leaves one of the two. `about`: JSON that describes the run.
     """
     check_checkpoint_path(path)
     partial = durable.temporary_name(path)
-    if is_first_rank:
+
+    def create() -> None:
         durable.restore_previous(path)
         durable.remove(partial)
         durable.announce("mkdir")
         partial.mkdir(parents=True)
-    barrier()
+
+    directories.on_first_rank("save", path, create)
     keys_with_state = {key for key, state in optimizers.items() if state["state"]}
     if pipeline_group is not None:  # an optimizer has no state on a stage without trainable parameters
         gathered: list[Any] = [None] * pipeline_group.size()
@@ -90,12 +87,14 @@ def write_directory(
         keys_with_state = set().union(*gathered)
     with_state = {key: state for key, state in optimizers.items() if key in keys_with_state}
     without_state = {key: state for key, state in optimizers.items() if key not in keys_with_state}
-    dcp.save({**models, **with_state}, checkpoint_id=partial)
-    if is_first_rank:
-        durable.announce("open")
-        torch.save({**rest, **without_state}, partial / METADATA_FILENAME)
-        durable.publish(partial, path)
-    barrier()  # afterwards, every rank can read the checkpoint
+    pickled = directories.save(partial, {**models, **with_state}, {**rest, **without_state}, about or {})
+    if pickled:
+        warnings.warn(
+            f"weft: the checkpoint {str(path)!r} has Python objects that JSON cannot carry "
+            f"({', '.join(pickled[:10])}); it loads only with allow_pickle=True.",
+            stacklevel=2,
+        )
+    directories.on_first_rank("save", path, lambda: durable.publish(partial, path))
 
 
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
@@ -110,7 +109,7 @@ def write_file(checkpoint: dict[str, Any], path: Path) -> None:
 
 def check_checkpoint_path(path: Path) -> None:
     """Raise IsADirectoryError if `path` is a directory that is not a checkpoint."""
-    if path.is_dir() and not is_directory(path):
+    if not directories.may_be_replaced(path):
         raise IsADirectoryError(f"the checkpoint path {str(path)!r} is a directory; pass another path, or remove it.")
 
 
@@ -121,27 +120,44 @@ def load_directory(
     strict: bool,
     weights_only: bool | None,
     full_model: FullModel | None = None,
+    allow_pickle: bool = False,
 ) -> dict[str, Any]:
     """Load a directory of shards, saved by any number of ranks, into the model and the optimizers.
 
     `full_model`: describes the model of all stages; None: the model has no stages.
 
-    Returns the content of meta.pt without the optimizers that were loaded from it.
+    Returns the other entries, without the optimizers that were loaded from them.
     """
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    checkpoint, rest = open_directory(path, weights_only, allow_pickle)
+    saved = checkpoint.metadata.state_dict_metadata
     model_key = next((k for k in MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), MODEL_KEYS[0])
     target = {model_key: get_model_state_dict(model)}
     if strict:
         prefix = f"{model_key}."
         names = (name.removeprefix(prefix) for name in saved if name.startswith(prefix))
         _check_names(path, names, _names_of_all_stages(target[model_key], full_model))
-    dcp.load(target, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=not strict))
+    checkpoint.load(target, allow_partial=not strict)
     model.load_state_dict(target[model_key], strict=strict)
-    rest: dict[str, Any] = torch.load(path / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
     for idx, optimizer in enumerate(optimizers):
-        if not load_optimizer_of_directory(path, optimizer_key(idx), model, optimizer, rest):
+        if not load_optimizer_of_directory(checkpoint, optimizer_key(idx), model, optimizer, rest):
             raise KeyError(_no_optimizer_text(path, idx))
     return rest
+
+
+def open_directory(path: Path, weights_only: bool | None, allow_pickle: bool) -> tuple[Checkpoint, dict[str, Any]]:
+    """Return an open directory, and its other entries; collective, so that no rank waits for one that raises."""
+
+    def read() -> tuple[Checkpoint, dict[str, Any]]:
+        checkpoint = directories.open_checkpoint(path, allow_pickle=allow_pickle, weights_only=weights_only)
+        return checkpoint, checkpoint.rest()
+
+    opened: tuple[Checkpoint, dict[str, Any]] = directories.on_all_ranks("load", path, read)
+    return opened
+
+
+def make_room(path: Path) -> None:
+    """Remove a directory of weft at `path`, into which Lightning would write its own files; collective."""
+    directories.on_first_rank("save", path, lambda: durable.remove(path) if has_manifest(path) else None)
 
 
 def _names_of_all_stages(local_names: Iterable[str], full_model: FullModel | None) -> set[str]:
@@ -175,9 +191,9 @@ def _check_names(path: Path, saved: Iterable[str], expected: Iterable[str]) -> N
 
 
 def load_optimizer_of_directory(
-    path: Path, key: str, model: torch.nn.Module, optimizer: Optimizer, rest: dict[str, Any]
+    checkpoint: Checkpoint, key: str, model: torch.nn.Module, optimizer: Optimizer, rest: dict[str, Any]
 ) -> bool:
-    """Load the optimizer saved as `key`: from `rest`, the content of meta.pt, or else from the shards.
+    """Load the optimizer saved as `key`: from `rest`, the other entries, or else from the shards.
 
     Returns whether the checkpoint has an optimizer `key`. An optimizer that had no state is in `rest`, and is removed
     from it.
@@ -185,9 +201,8 @@ def load_optimizer_of_directory(
     if key in rest:
         load_state(model, optimizer, rest.pop(key))
         return True
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    if any(name.startswith(f"{key}.") for name in saved):
-        load_sharded_state(path, key, model, optimizer)
+    if any(name.startswith(f"{key}.") for name in checkpoint.metadata.state_dict_metadata):
+        load_sharded_state(checkpoint, key, model, optimizer)
         return True
     return False
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from weft._plugin.checkpoint import METADATA_FILENAME, MODEL_KEYS, is_directory, optimizer_key, write_file
+from weft._plugin.checkpoint import MODEL_KEYS, optimizer_key, write_file
 from weft.strategy import durable
+from weft.strategy.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 
 DIRECTORY_NOTE = (
     "weft writes checkpoints as directories of shards, which trainer.fit(ckpt_path=...) reads; for "
@@ -21,7 +21,10 @@ DIRECTORY_NOTE = (
 
 
 def consolidate_checkpoint(
-    directory: str | os.PathLike[str], file: str | os.PathLike[str] | None = None, weights_only: bool | None = None
+    directory: str | os.PathLike[str],
+    file: str | os.PathLike[str] | None = None,
+    weights_only: bool | None = None,
+    allow_pickle: bool = False,
 ) -> Path:
     """Write a directory of shards as one checkpoint file, which any Trainer and `load_from_checkpoint` read.
 
@@ -33,7 +36,8 @@ def consolidate_checkpoint(
     Args:
         directory: a checkpoint of `trainer.save_checkpoint` or a ModelCheckpoint, written by any number of ranks.
         file: the path of the new file; None: "DIRECTORY.consolidated".
-        weights_only: as in `torch.load`, for meta.pt, which has hyperparameters and the states of loops and callbacks.
+        weights_only: as in `torch.load`, for the file meta.pt of a directory that weft 0.1 or Lightning has written.
+        allow_pickle: unpickle the objects that JSON cannot carry; see the strategy's option of that name.
 
     Returns:
         The path of the file.
@@ -45,26 +49,27 @@ def consolidate_checkpoint(
     source = Path(directory)
     target = source.with_name(f"{source.name}.consolidated") if file is None else Path(file)
     source = durable.existing(source)
-    if not is_directory(source):
+    if not is_checkpoint(source):
         raise ValueError(
-            f"consolidate_checkpoint got {str(source)!r}, which is not a directory with shards and a "
-            f"{METADATA_FILENAME}; pass the path that trainer.save_checkpoint or a ModelCheckpoint has written."
+            f"consolidate_checkpoint got {str(source)!r}, which is not a directory of shards; "
+            "pass the path that trainer.save_checkpoint or a ModelCheckpoint has written."
         )
     if target.exists():
         raise FileExistsError(
             f"consolidate_checkpoint would write {str(target)!r}, which exists; remove it, or pass another file."
         )
-    tensors = _read_shards(source)
+    opened = open_checkpoint(source, allow_pickle=allow_pickle, weights_only=weights_only)
+    checkpoint = opened.rest()
+    tensors = _read_shards(opened)
     model_key = next((key for key in MODEL_KEYS if key in tensors), None)
     if model_key is None:
         raise ValueError(
             f"consolidate_checkpoint got {str(source)!r}, which has {', '.join(sorted(tensors)) or 'nothing'} and no "
             "LightningModule's state_dict; pass a checkpoint that a Trainer has written."
         )
-    checkpoint = torch.load(source / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
     checkpoint["state_dict"] = tensors.pop(model_key)
     states: list[Any] = []
-    # An optimizer that had no state when it was saved is in meta.pt.
+    # An optimizer that had no state when it was saved is in the other entries.
     while (key := optimizer_key(len(states))) in tensors or key in checkpoint:
         states.append(tensors[key] if key in tensors else checkpoint.pop(key))
     if states:
@@ -73,14 +78,14 @@ def consolidate_checkpoint(
     return target
 
 
-def _read_shards(directory: Path) -> dict[str, Any]:
-    """Return all entries of a torch.distributed.checkpoint, nested as saved, with unsharded tensors on the CPU."""
-    metadata = dcp.FileSystemReader(directory).read_metadata()
+def _read_shards(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return all entries of the sharded state, nested as saved, with unsharded tensors on the CPU."""
+    metadata = checkpoint.metadata
     flat = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         for key, entry in metadata.state_dict_metadata.items()
     }
-    dcp.load(flat, checkpoint_id=directory, no_dist=True)
+    checkpoint.load(flat, alone=True)
     nested: dict[Any, Any] = {}
     for key, value in flat.items():
         holder = nested

@@ -130,6 +130,17 @@ class Engine:
         """Return the pipeline of the model in stages, or None."""
         return self.stages.pipeline
 
+    def about(self) -> dict[str, Any]:
+        """Return the versions, the mesh and the plan, as JSON, for checkpoints."""
+        import weft
+
+        return {
+            "weft": weft.__version__,
+            "torch": str(torch.__version__),
+            "mesh": dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
+            "plan": str(self.plan),
+        }
+
     def sizes_of_mesh(self) -> MeshSizes | None:
         """Return the sizes of the axes for the strategy's devices; None: the stock strategy resolves its own sizes.
 

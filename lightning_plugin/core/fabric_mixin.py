@@ -24,6 +24,8 @@ from weft._plugin.options import TRAINER_ONLY, FabricOptions, Options, StockOpti
 from weft._plugin.parameter_replacements import parameters_of
 from weft._plugin.strategy_mixin import StrategyMixin
 from weft.strategy import durable
+from weft.strategy.checkpoint import is_checkpoint, on_first_rank
+from weft.strategy.checkpoint.manifest import has_manifest
 
 if TYPE_CHECKING:
     from weft._plugin.stock_strategies import StockFabricStrategy
@@ -246,6 +248,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         engine = self._engine
         models = {key: value for key, value in state.items() if isinstance(value, Module)}
         if self.plan is None or storage_options is not None or filter is not None or len(models) != 1:
+            checkpoints.make_room(Path(self.broadcast(path)))
             super().save_checkpoint(path, state, storage_options, filter)
             return
         [(model_key, model)] = models.items()
@@ -270,40 +273,74 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
             for state_of_optimizer in states.values() if engine.pipeline is not None else ():
                 merge_parameter_groups(state_of_optimizer, self.pipeline_group)
             stages = None if engine.pipeline is None else self.pipeline_group
-            checkpoints.write_directory(
-                {model_key: weights}, states, rest, target, self.is_global_zero, self.barrier, stages
-            )
+            checkpoints.write_directory({model_key: weights}, states, rest, target, stages, engine.about())
             return
         full_states = {key: full_state(optimizer, self.is_global_zero) for key, optimizer in optimizers.items()}
-        if self.is_global_zero:
-            checkpoints.write_file({model_key: weights, **full_states, **rest}, target)
-        self.barrier()
+        file = {model_key: weights, **full_states, **rest}
+        on_first_rank("save", target, lambda: checkpoints.write_file(file, target))
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint, saved by any number of ranks, into the objects of `state`; return the rest; collective."""
-        path = durable.existing(Path(path))
+        source = durable.existing(Path(self.broadcast(path)))
+        is_readable = is_checkpoint(source) if self.plan is not None else has_manifest(source)
+        if isinstance(state, dict) and state and self.broadcast(is_readable):
+            return self._load_directory(source, state, strict, weights_only)
         optimizers = {}
         if self.plan is not None and isinstance(state, dict):
             optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+        arguments = checkpoints.without_none(weights_only=weights_only)
         if not optimizers:
-            return super().load_checkpoint(path, state, strict, **checkpoints.without_none(weights_only=weights_only))
+            return super().load_checkpoint(source, state, strict, **arguments)
         others = {key: value for key, value in state.items() if key not in optimizers}
-        rest = super().load_checkpoint(path, others, strict, **checkpoints.without_none(weights_only=weights_only))
+        rest = super().load_checkpoint(source, others, strict, **arguments)
         state.update(others)
         [model] = [value for value in others.values() if isinstance(value, Module)]
-        source = Path(self.broadcast(path))
         for key, optimizer in optimizers.items():
-            if checkpoints.is_directory(source):
-                found = checkpoints.load_optimizer_of_directory(source, key, model, optimizer, rest)
-            else:
-                found = key in rest
-                if found:
-                    load_state(model, optimizer, rest.pop(key))
-            if not found:
-                raise KeyError(
-                    f"the checkpoint {str(source)!r} has no entry {key!r} for the optimizer of that name in the state; "
-                    "load it without the optimizer, or under the name it was saved as."
-                )
+            if key not in rest:
+                raise KeyError(_no_optimizer_text(source, key))
+            load_state(model, optimizer, rest.pop(key))
         return rest
+
+    def _load_directory(
+        self, source: Path, state: dict[str, Any], strict: bool, weights_only: bool | None
+    ) -> dict[str, Any]:
+        models = {key: value for key, value in state.items() if isinstance(value, Module)}
+        sharded = {
+            key: model
+            for key, model in models.items()
+            if any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        }
+        models = sharded or models
+        if len(models) != 1:
+            raise ValueError(
+                f"{type(self).__name__} got {len(models)} models for the checkpoint {str(source)!r}; pass a state "
+                "with one model, which has been set up."
+            )
+        [(model_key, model)] = models.items()
+        checkpoint, rest = checkpoints.open_directory(source, weights_only, self._engine.options.allow_pickle)
+        optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
+        others = state.keys() - optimizers.keys() - {model_key}
+        missing = sorted(others - rest.keys()) if strict else []
+        if missing:
+            raise KeyError(
+                f"the checkpoint {str(source)!r} has no entry {missing[0]!r}; load it without that key, or with "
+                "strict=False."
+            )
+        target = {model_key: get_model_state_dict(model)}
+        checkpoint.load(target, allow_partial=not strict)
+        model.load_state_dict(target[model_key], strict=strict)
+        for key, optimizer in optimizers.items():
+            if not checkpoints.load_optimizer_of_directory(checkpoint, key, model, optimizer, rest):
+                raise KeyError(_no_optimizer_text(source, key))
+        for key in others & rest.keys():
+            state[key] = rest.pop(key)
+        return rest
+
+
+def _no_optimizer_text(source: Path, key: str) -> str:
+    return (
+        f"the checkpoint {str(source)!r} has no entry {key!r} for the optimizer of that name in the state; load it "
+        "without the optimizer, or under the name it was saved as."
+    )

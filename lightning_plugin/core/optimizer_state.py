@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
+    from weft.strategy.checkpoint import Checkpoint
     from weft.strategy.data_parallel import ShardedStates
 
 # torch.compile and torch's checkpoint_wrapper insert these prefixes into names of parameters; checkpoints omit them.
@@ -242,13 +241,13 @@ def _shard_like(value: Tensor, parameter: Tensor, sharded: ShardedStates | None)
     return value if sharded is None else sharded.local_flat_shard(parameter, local_shard(value)).clone()
 
 
-def load_sharded_state(folder: Path, key: str, module: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Load the optimizer saved as `key` in a directory of torch.distributed.checkpoint; collective.
+def load_sharded_state(checkpoint: Checkpoint, key: str, module: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Load the optimizer saved as `key` in a directory of shards; collective.
 
     The tensors to read are listed in the directory's metadata; torch would derive them from an optimizer's state, which
     does not exist before its first step.
     """
-    metadata = dcp.FileSystemReader(folder).read_metadata()
+    metadata = checkpoint.metadata
     parameter_of_name = {name: parameter for parameter, name in parameter_names(module).items()}
     state: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
@@ -262,12 +261,12 @@ def load_sharded_state(folder: Path, key: str, module: torch.nn.Module, optimize
         elif kind == "param_groups":
             groups.setdefault(owner, {})[name] = _empty_like_saved(name, entry, None)
     target = {key: {"state": state, "param_groups": [groups[idx] for idx in sorted(groups)]}}
-    dcp.load(target, checkpoint_id=folder)
+    checkpoint.load(target)
     load_state(module, optimizer, target[key])
 
 
 def _empty_like_saved(name: str, entry: Any, parameter: Tensor | None) -> Any:
-    """Return an empty tensor, or None for an object, into which `dcp.load` reads an entry of the metadata.
+    """Return an empty tensor, or None for an object, into which an entry of a checkpoint is loaded.
 
     Args:
         name: the name of a parameter's state, such as "exp_avg", or of a parameter group's option, such as "lr".

@@ -30,7 +30,7 @@ _DEFAULT_SIZES = {
     "tensor_parallel_size": "auto",
     "pipeline_parallel_size": 1,
 }
-_FLAGS = ("fused_optimizers", "empty_init", "activation_offload", "sequence_parallel", "join_gate_up")
+_FLAGS = ("fused_optimizers", "empty_init", "activation_offload", "sequence_parallel", "join_gate_up", "allow_pickle")
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,9 @@ class Options:
         pretrained: with a plan, a file or directory of pretrained weights, of which each rank reads its shards when
             the plan is applied; see `weft.load_pretrained`. The names of the files may be those of a module inside the
             LightningModule. None: the model has the values that its code gives it.
+        allow_pickle: when a checkpoint directory is loaded, unpickle the objects in it that JSON cannot carry, such as
+            hyperparameters of own classes. Unpickling runs any code that the checkpoint has. False: raise
+            ValueError, which names these objects.
     """
 
     plan: Any = None
@@ -160,6 +163,7 @@ class Options:
     verify: Literal["auto", "always", "never"] | None = None
     join_gate_up: bool = False
     pretrained: str | os.PathLike[str] | None = None
+    allow_pickle: bool = False
 
     @property
     def is_stock(self) -> bool:

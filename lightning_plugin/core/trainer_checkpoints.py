@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from weft._plugin.checkpoint import is_directory, load_directory, load_file, save_directory, without_none
+from weft._plugin.checkpoint import load_directory, load_file, save_directory, without_none
 from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.optimizer_state import FullModel, full_state, merge_parameter_groups, named_state
 from weft.strategy import durable
@@ -35,11 +35,12 @@ def save(engine: Engine, strategy: StockTrainerStrategy, checkpoint: dict[str, A
     """Write a checkpoint as a directory, to which each rank writes its shards; collective."""
     stages = None if engine.pipeline is None else engine.stages.group
     path = Path(strategy.broadcast(filepath))
-    save_directory(checkpoint, path, strategy.is_global_zero, strategy.barrier, stages)
+    save_directory(checkpoint, path, stages, engine.about())
     engine.console.log_once(DIRECTORY_NOTE)
 
 
 def load(
+    engine: Engine,
     strategy: StockTrainerStrategy,
     checkpoint_path: Any,
     optimizers: list[Optimizer],
@@ -51,7 +52,9 @@ def load(
     full_model: describes the full model if the model is in stages; else None.
     """
     path = durable.existing(Path(strategy.broadcast(checkpoint_path)))
-    load_from = load_directory if is_directory(path) else load_file
+    strict = strategy.lightning_module.strict_loading
+    arguments = (path, strategy.model, optimizers, strict, weights_only, full_model)
     with torch.no_grad():
-        strict = strategy.lightning_module.strict_loading
-        return load_from(path, strategy.model, optimizers, strict, weights_only, full_model)
+        if strategy.broadcast(path.is_dir()):  # the same on all ranks, also if the file system is late on some
+            return load_directory(*arguments, allow_pickle=engine.options.allow_pickle)
+        return load_file(*arguments)

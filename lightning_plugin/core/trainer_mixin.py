@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from weft._plugin import trainer_checkpoints as checkpoints
+from weft._plugin.checkpoint import make_room
 from weft._plugin.engine import Engine
 from weft._plugin.in_backward import check_optimizer_in_backward, is_overridden
 from weft._plugin.loader_check import without_lockstep
@@ -305,6 +307,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a directory of shards, or one file with save_distributed_checkpoint=False; collective."""
         if self.plan is None or not self._save_distributed_checkpoint or storage_options is not None:
+            make_room(Path(self.broadcast(filepath)))
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             checkpoints.save(self._engine, self, checkpoint, filepath)
@@ -315,4 +318,4 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             return super().load_checkpoint(checkpoint_path, **checkpoints.without_none(weights_only=weights_only))
         # A test after a fit still has the optimizers of the fit, which may belong to another model.
         optimizers = self.optimizers if self._is_fitting else []
-        return checkpoints.load(self, checkpoint_path, optimizers, weights_only, self._stages.full_model)
+        return checkpoints.load(self._engine, self, checkpoint_path, optimizers, weights_only, self._stages.full_model)

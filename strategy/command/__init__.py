@@ -1,5 +1,6 @@
-"""The command `weft`: `weft estimate` predicts memory, `weft compare` compares sharded with unsharded training, and
-`weft convert` writes the model of a checkpoint in the layout of Hugging Face.
+"""The command `weft`: `weft estimate` predicts memory, `weft compare` compares sharded with unsharded training,
+`weft convert` writes the model of a checkpoint in the layout of Hugging Face, `weft verify` compares the checksums of a
+checkpoint, and `weft inspect` lists what it has.
 
 The command is in a separate package because importing `weft` loads torch and the operators, unless `needs_operators`
 is False here. `weft estimate` sets it to False: models that the C++ memory model supports need neither.
@@ -30,8 +31,16 @@ def main() -> int:
     estimate.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     _add_compare(commands)
     _add_convert(commands)
+    _add_verify_and_inspect(commands)
     args = parser.parse_args()
-    run = {"estimate": _estimate, "compare": _compare, "convert": _convert}[args.command]
+    runs = {
+        "estimate": _estimate,
+        "compare": _compare,
+        "convert": _convert,
+        "verify": _verify,
+        "inspect": _inspect,
+    }
+    run = runs[args.command]
     return run(args)
 
 
@@ -115,4 +124,45 @@ def _convert(args: argparse.Namespace) -> int:
         text = str(error).removeprefix("convert ").removeprefix("save_pretrained ")
         print(f"weft convert: {text}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _add_verify_and_inspect(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="compare all checksums of a checkpoint directory",
+        description="Exit status: 0 if all agree, 1 if the checkpoint is damaged, 2 if there is no checkpoint.",
+    )
+    inspect = commands.add_parser("inspect", help="list the tensors and files of a checkpoint directory")
+    for command in (verify, inspect):
+        command.add_argument("directory", metavar="DIRECTORY", help="a checkpoint that a Trainer or Fabric has written")
+    inspect.add_argument("--json", action="store_true", help="print one JSON object, with sizes in bytes")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    checkpoint = importlib.import_module("weft.strategy.checkpoint")
+    try:
+        problems = checkpoint.verify(args.directory)
+    except FileNotFoundError as error:
+        print(f"weft verify: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        problems = [str(error)]
+    for problem in problems:
+        print(f"weft verify: {problem}", file=sys.stderr)
+    if not problems:
+        contents = checkpoint.inspect(args.directory)
+        total = sum(size for _, size in contents.files)
+        print(f"{args.directory}: all {len(contents.files)} files agree with their checksums ({total:,} bytes)")
+    return 1 if problems else 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    checkpoint = importlib.import_module("weft.strategy.checkpoint")
+    try:
+        contents = checkpoint.inspect(args.directory)
+    except (OSError, ValueError) as error:
+        print(f"weft inspect: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(contents.to_dict(), indent=2) if args.json else contents)
     return 0

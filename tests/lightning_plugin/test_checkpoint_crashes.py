@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from support.processes import run_on_forks
 from weft._plugin import checkpoint as checkpoints
 from weft.strategy import convert, durable
+from weft.strategy.checkpoint import open_checkpoint
 
 # Calls on the file system inside torch.distributed.checkpoint and torch.save, as Python reports them.
 REMOVALS = {"os.remove", "os.rmdir"}
@@ -34,7 +35,7 @@ def _save(rank: int, value: float, path: Path, kind: str) -> None:
             checkpoints.write_file({"state_dict": _state(value)}, path)
         dist.barrier()
         return
-    checkpoints.write_directory({"model": _state(value)}, {}, {"epoch": value}, path, rank == 0, dist.barrier)
+    checkpoints.write_directory({"model": _state(value)}, {}, {"epoch": value}, path)
 
 
 def _save_and_die(rank: int, path: Path, kind: str, victim: int, number: int) -> None:
@@ -68,15 +69,14 @@ def _loaded(path: Path) -> float:
         values = torch.load(path)["state_dict"]
     else:
         values = {name: torch.zeros_like(value) for name, value in _state(0.0).items()}
-        target = {"model": values}
-        torch.distributed.checkpoint.load(target, checkpoint_id=path, no_dist=True)
-        assert torch.load(path / checkpoints.METADATA_FILENAME) == {"epoch": values["first"][0, 0].item()}
+        checkpoint = open_checkpoint(path)
+        checkpoint.load({"model": values}, alone=True)
+        assert checkpoint.rest() == {"epoch": values["first"][0, 0].item()}
     found = {value.unique().item() for value in values.values()}
     assert len(found) == 1 and values.keys() == _state(0.0).keys()
     return found.pop()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # this process loads alone
 @pytest.mark.parametrize(
     ("old", "new", "victim", "can_exchange", "stride", "min_calls"),
     [
@@ -106,14 +106,17 @@ def test_killed_save_leaves_old_or_new(
     path = folder / "last.ckpt"
     if old is not None:
         assert run_on_forks(2, _save, OLD, tmp_path / "old" / "last.ckpt", old) == [0, 0]
-    number, num_old, num_new = 0, 0, 0
-    while True:
+    num_old, num_new = 0, 0
+
+    def is_killed(number: int) -> bool:
+        """Kill the ranks before a call of the victim, and check what is left; return False if there is no such call."""
+        nonlocal num_old, num_new
         shutil.rmtree(folder, ignore_errors=True)
         if old is not None:
             shutil.copytree(tmp_path / "old", folder)
         statuses = run_on_forks(2, _save_and_die, path, new, victim, number)
         if statuses == [0, 0]:
-            break
+            return False
         assert statuses == [-signal.SIGKILL] * 2
         if durable.existing(path).exists():
             value = _loaded(path)
@@ -124,7 +127,14 @@ def test_killed_save_leaves_old_or_new(
         if number % (4 * stride) == 0:  # the next save removes what is left
             assert run_on_forks(2, _save, NEW, path, new) == [0, 0]
             assert os.listdir(folder) == ["last.ckpt"] and _loaded(path) == NEW
+        return True
+
+    number = 0
+    while is_killed(number):
         number += stride
+    for last in range(number - stride + 1, number):  # also the calls after the new one has its name
+        is_killed(last)
+    assert run_on_forks(2, _save, NEW, path, new) == [0, 0]
     assert os.listdir(folder) == ["last.ckpt"] and _loaded(path) == NEW
     assert number >= min_calls
     assert num_new > 0 or victim == 1

@@ -1,15 +1,14 @@
-"""Checkpoints: saved at 1, 2 and 4 ranks, resumed at 1, 2 and 4, in both formats, and loaded without weft."""
+"""Checkpoints: saved at 1, 2 and 4 ranks, resumed at 1, 2 and 4, as directories and files, and loaded without weft."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lightning.fabric import Fabric
 from lightning_plugin.scripts.plugin_models import (
     FeedForward,
@@ -26,24 +25,37 @@ from weft._plugin import checkpoint as checkpoints
 from weft.lightning import WeftModelParallelStrategy, consolidate_checkpoint
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 from weft.strategy import durable
+from weft.strategy.checkpoint import open_checkpoint
 
 SIZES = (1, 2, 4)
 FORMATS = ("directory", "file")
+READABLE = (*FORMATS, "old")
 
 
 def _strategy(fmt: str) -> WeftModelParallelStrategy:
-    return WeftModelParallelStrategy(plan="auto", save_distributed_checkpoint=fmt == "directory")
+    return WeftModelParallelStrategy(plan="auto", save_distributed_checkpoint=fmt != "file")
+
+
+def _save_as_before(directory: Path, state: dict[str, Any], rest: dict[str, Any], about: object) -> tuple[str, ...]:
+    """Write a directory as weft 0.1 did."""
+    dcp.save(state, checkpoint_id=directory)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(rest, directory / "meta.pt")
+    return ()
 
 
 def _save(rank: int, world_size: int, folder: str, optimizer: str, num_steps: int) -> None:
-    """Train `num_steps` steps, then save in both formats as FORMAT-WORLD_SIZE.ckpt."""
+    """Train `num_steps` steps, then save in both formats as FORMAT-WORLD_SIZE.ckpt, and as weft 0.1 did."""
     set_torchrun_environment(rank, world_size)
     model = Model(optimizer=optimizer)
-    for fmt in FORMATS:
+    for fmt in READABLE:
         run = trainer(world_size, _strategy(fmt), folder, max_steps=num_steps)
         model = Model(optimizer=optimizer)
         run.fit(model, loader())
-        run.save_checkpoint(Path(folder, f"{fmt}-{world_size}.ckpt"))
+        with pytest.MonkeyPatch.context() as patch:
+            if fmt == "old":
+                patch.setattr(checkpoints.directories, "save", _save_as_before)
+            run.save_checkpoint(Path(folder, f"{fmt}-{world_size}.ckpt"))
 
 
 def _resume(rank: int, world_size: int, names: list[str], folder: str, optimizer: str) -> dict[str, Any]:
@@ -108,7 +120,7 @@ def test_resumes_at_any_world_size(tmp_path: Path, optimizer: str) -> None:
     [expected] = run_on_ranks(1, _train_uninterrupted, folder=folder, optimizer=optimizer)
     for world_size in SIZES:
         run_on_ranks(world_size, _save, folder=folder, optimizer=optimizer, num_steps=6)
-    names = [f"{fmt}-{size}.ckpt" for fmt in FORMATS for size in SIZES]
+    names = [f"{fmt}-{size}.ckpt" for fmt in READABLE for size in SIZES]
     for world_size in SIZES:
         for results in run_on_ranks(world_size, _resume, names=names, folder=folder, optimizer=optimizer):
             for name in names:
@@ -141,18 +153,9 @@ def test_loads_without_weft(tmp_path: Path, optimizer: str) -> None:
     assert by_function == f"{folder}/directory-2.ckpt.consolidated"
     with pytest.raises(IsADirectoryError):  # as docs/checkpoints.md says about directories
         Model.load_from_checkpoint(tmp_path / "directory-2.ckpt")
-    consolidated = tmp_path / "consolidated.ckpt"
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"),
-            *(str(tmp_path / "directory-2.ckpt"), "--output_file", str(consolidated)),
-        ],
-        check=True,
-        timeout=60,
-    )
     [expected] = run_on_ranks(1, _train_uninterrupted, folder=folder, optimizer=optimizer)
     saved = torch.load(tmp_path / "file-2.ckpt", weights_only=False)["state_dict"]
-    files = [str(tmp_path / "file-2.ckpt"), str(consolidated), by_function]
+    files = [str(tmp_path / "file-2.ckpt"), by_function]
     [results] = run_on_ranks(1, _load_without_weft, files=files, folder=folder, optimizer=optimizer)
     for file in files:
         resumed, loaded = results[file]
@@ -200,10 +203,10 @@ def test_weights_only_checkpoint_raises(rank: int, world_size: int, tmp_path: Pa
 @on_ranks(1)
 def test_consolidate_errors(tmp_path: Path) -> None:
     def write(name: str, models: dict[str, Any]) -> Path:
-        checkpoints.write_directory(models, {}, {}, tmp_path / name, is_first_rank=True, barrier=lambda: None)
+        checkpoints.write_directory(models, {}, {}, tmp_path / name)
         return tmp_path / name
 
-    with pytest.raises(ValueError, match=r"none', which is not a directory with shards and a meta\.pt; pass the path"):
+    with pytest.raises(ValueError, match=r"none', which is not a directory of shards; pass the path that"):
         consolidate_checkpoint(tmp_path / "none")
     with pytest.raises(ValueError, match=r"which has net and no LightningModule's state_dict; pass a checkpoint"):
         consolidate_checkpoint(write("fabric", {"net": {"weight": torch.ones(2)}}))
@@ -231,7 +234,7 @@ def test_directory_hint_is_logged_once(rank: int, tmp_path: Path) -> None:
 
 
 class _Unwritable:
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         raise OSError("no space left")
 
 
@@ -241,14 +244,14 @@ def test_failed_save_keeps_previous_directory(tmp_path: Path) -> None:
     model = {"weight": torch.ones(2)}
 
     def write(rest: dict[str, Any]) -> None:
-        checkpoints.write_directory({"model": model}, {}, rest, path, is_first_rank=True, barrier=lambda: None)
+        checkpoints.write_directory({"model": model}, {}, rest, path)
 
     write({"epoch": 1})
     with pytest.raises(OSError, match="no space left"):
         write({"epoch": _Unwritable()})
-    assert torch.load(path / "meta.pt") == {"epoch": 1}
+    assert open_checkpoint(path).rest() == {"epoch": 1}
     write({"epoch": 2})
-    assert torch.load(path / "meta.pt") == {"epoch": 2}
+    assert open_checkpoint(path).rest() == {"epoch": 2}
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
     (tmp_path / "data").mkdir()
     with pytest.raises(IsADirectoryError, match="remove it"):

@@ -95,7 +95,7 @@ def test_wrong_arguments_raise_errors(tmp_path: Path) -> None:
         convert(tmp_path / "other.ckpt", out)
     with pytest.raises(ValueError, match=r"torch.load\(weights_only=True, mmap=True\) does not read \(.*\); save it"):
         convert(tmp_path / "objects.ckpt", out)
-    with pytest.raises(FileNotFoundError, match=r"finds no .metadata in '.*'; pass the directory of one checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"has neither manifest.json nor .metadata; pass the directory of one"):
         convert(tmp_path, out)
     with pytest.raises(ValueError, match=r"it misses 'lm_head.weight', and has unexpected 'scale'; pass the module"):
         convert(tmp_path / "file.ckpt", out, base=path, module="net")

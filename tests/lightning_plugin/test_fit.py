@@ -84,8 +84,8 @@ def test_callbacks_and_logger_act_as_on_one_device(rank: int, world_size: int, t
     )
     run.fit(Model(), loader(), loader())
     assert run.current_epoch == 2
-    assert (Path(keep_best.best_model_path) / "meta.pt").is_file()
-    assert (tmp_path / "best" / "last.ckpt" / "meta.pt").is_file()
+    assert (Path(keep_best.best_model_path) / "manifest.json").is_file()
+    assert (tmp_path / "best" / "last.ckpt" / "manifest.json").is_file()
     metrics = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text()
     assert "val_loss" in metrics.splitlines()[0]
     run.test(Model(), loader(), ckpt_path=keep_best.best_model_path, verbose=False)

@@ -63,7 +63,7 @@ def test_launchers_match_one_device(tmp_path: Path) -> None:
         for result in results_of_tree:
             for key in ("tested", "predicted", "weight"):
                 assert result[key] == pytest.approx(results["one"][0][key], rel=1e-5)
-    assert (tmp_path / "launched" / "after.ckpt" / "meta.pt").is_file()
+    assert (tmp_path / "launched" / "after.ckpt" / "manifest.json").is_file()
     assert list((tmp_path / "launched").rglob("metrics.csv"))
 
 

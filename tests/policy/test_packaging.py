@@ -101,7 +101,7 @@ def test_an_installer_chooses_the_wheel_for_the_installed_torch(sdist: Path, tmp
     uv = str(Path(sys.executable).with_name("uv"))
     (tmp_path / "in").write_text("weft\n")
     # uv uses no index: torch and the other dependencies are wheels without files, too.
-    for name, version in {"torch": installed, "numpy": "2.0.0", "pyyaml": "6.0.0"}.items():
+    for name, version in {"torch": installed, "numpy": "2.0.0", "pyyaml": "6.0.0", "xxhash": "3.5.0"}.items():
         package = tmp_path / f"{name}-{version}.dist-info"
         package.mkdir()
         (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

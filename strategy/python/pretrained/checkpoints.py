@@ -10,21 +10,21 @@ import functools
 import os
 import pickle
 import shutil
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft.strategy import durable
+from weft.strategy.checkpoint import Checkpoint, open_checkpoint
 from weft.strategy.pretrained.hugging_face import converted_for_saving, save_configuration
-from weft.strategy.pretrained.output import DTYPES, size_of
+from weft.strategy.pretrained.output import size_of
 from weft.strategy.pretrained.values import LazyTensor
 from weft.strategy.pretrained.writing import write_tensors
+from weft.strategy.tensor_files import DTYPES
 
 _MODEL_KEYS = ("model", "state_dict")  # of a LightningModule's tensors in a checkpoint
 _MAX_NAMES = 10
@@ -108,24 +108,20 @@ def _tensors_of(path: Path, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
 
 def _tensors_of_directory(path: Path, dtype: torch.dtype | None) -> tuple[dict[str, LazyTensor], list[str]]:
     """Return the tensors of the model by their names, and the first parts of all names in the directory."""
-    if not (path / ".metadata").is_file():
-        raise FileNotFoundError(f"convert finds no .metadata in {str(path)!r}; pass the directory of one checkpoint.")
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    checkpoint = open_checkpoint(path)
     found: dict[str, LazyTensor] = {}
-    for key, entry in metadata.items():
+    for key, entry in checkpoint.metadata.state_dict_metadata.items():
         top, _, name = key.partition(".")
         if top in _MODEL_KEYS and isinstance(entry, TensorStorageMetadata):
             own = entry.properties.dtype
-            read = functools.partial(_read_shards, path, key, tuple(entry.size), own)
+            read = functools.partial(_read_shards, checkpoint, key, tuple(entry.size), own)
             found[name] = _lazy(tuple(entry.size), own, dtype, read)
-    return found, list(dict.fromkeys(key.partition(".")[0] for key in metadata))
+    return found, list(dict.fromkeys(key.partition(".")[0] for key in checkpoint.metadata.state_dict_metadata))
 
 
-def _read_shards(path: Path, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _read_shards(checkpoint: Checkpoint, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
-        dcp.load({key: tensor}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    checkpoint.load({key: tensor}, alone=True)
     return tensor
 
 

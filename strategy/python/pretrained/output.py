@@ -1,8 +1,6 @@
-"""Writes a directory of safetensors files that is complete or absent: under another name, synchronised, then renamed.
+"""Writes a directory of safetensors files that is complete or absent.
 
-A file of safetensors begins with the length of its header, as 8 bytes in little-endian order, and the header: the
-dtype, shape and range of bytes of each tensor, as JSON. The tensors follow without gaps (the format's description is in
-the README of the repository safetensors). So a file can be written a tensor at a time.
+It is written under another name, synchronised, and then renamed.
 """
 
 from __future__ import annotations
@@ -13,49 +11,13 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from weft.strategy import durable
+from weft.strategy.tensor_files import OutputTensor
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_ALIGNMENT = 8  # of the first tensor in a file
-
-
-@dataclass(frozen=True)
-class OutputTensor:
-    """A tensor to be written: its name in the file, shape and dtype, and its `LazyTensor.group`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    group: str = ""
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def size_of(text: int | str) -> int:
@@ -82,36 +44,6 @@ def split_into_files(tensors: Iterable[OutputTensor], max_bytes: int) -> list[li
         files[-1].append(tensor)
         size += tensor.num_bytes
     return files
-
-
-class TensorFile:
-    """A safetensors file that is written a tensor at a time, in the order of `tensors`."""
-
-    def __init__(self, path: Path, tensors: list[OutputTensor]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for tensor in tensors:
-            end = offset + tensor.num_bytes
-            header[tensor.name] = {
-                "dtype": DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        self._file = durable.create_file(path)
-        durable.write(self._file, len(text).to_bytes(8, "little") + text)
-
-    def write(self, tensor: Tensor) -> None:
-        """Append the next tensor."""
-        values = tensor.detach().cpu().contiguous()
-        durable.write(self._file, values.reshape(-1).view(torch.uint8).numpy().data)
-
-    def close(self) -> None:
-        """Close the file when its bytes are on the disk."""
-        with durable.closing(self._file):
-            durable.sync(self._file)
 
 
 class OutputDirectory:

@@ -21,16 +21,10 @@ from torch import Tensor, nn
 from weft.strategy.pretrained.adapters import FILE as ADAPTER_FILE
 from weft.strategy.pretrained.adapters import adapter_values, peft_model_in, save_adapter_configuration
 from weft.strategy.pretrained.hugging_face import converted_for_saving, pretrained_model_in, save_configuration
-from weft.strategy.pretrained.output import (
-    DTYPES,
-    OutputDirectory,
-    OutputTensor,
-    TensorFile,
-    size_of,
-    split_into_files,
-)
+from weft.strategy.pretrained.output import OutputDirectory, size_of, split_into_files
 from weft.strategy.pretrained.values import LazyTensor
 from weft.strategy.sharding.remote_layers import later_copies
+from weft.strategy.tensor_files import DTYPES, OutputTensor, TensorFile
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from support import pretrained
 from support.parity import tensor_parallel
 from support.processes import run_on_forks
 from support.ranks import on_ranks
-from weft.strategy import deferred_init, durable, save_pretrained
+from weft.strategy import deferred_init, durable, save_pretrained, tensor_files
 from weft.strategy.data_parallel import apply_fsdp
 from weft.strategy.pretrained import output, writing
 
@@ -70,7 +70,7 @@ def test_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shares_files", [True, False])
 def test_files_are_spread_over_ranks(rank: int, world_size: int, tmp_path: Path, shares_files: bool) -> None:
     opened: list[str] = []
-    own = output.TensorFile.__init__
+    own = tensor_files.TensorFile.__init__
 
     def record(self: Any, path: Path, tensors: Any) -> None:
         opened.append(path.name)
@@ -78,7 +78,7 @@ def test_files_are_spread_over_ranks(rank: int, world_size: int, tmp_path: Path,
 
     model = weft.parallelize(Network(), tensor_parallel(world_size), PLAN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(output.TensorFile, "__init__", record)
+        patch.setattr(tensor_files.TensorFile, "__init__", record)
         if not shares_files:
             patch.setattr(writing, "_sees", lambda _: rank == 0)
         save_pretrained(model, tmp_path / "saved", max_shard_size=700)
@@ -128,7 +128,7 @@ def test_failing_rank_is_named_on_all_ranks(rank: int, tmp_path: Path) -> None:
     )
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=text):
         if rank == 1:
-            patch.setattr(output.TensorFile, "write", fail)
+            patch.setattr(tensor_files.TensorFile, "write", fail)
         save_pretrained(model, tmp_path / "saved", max_shard_size=700)
     dist.barrier()
     assert os.listdir(tmp_path) == []

@@ -1,0 +1,314 @@
+"""Saves sharded state to a directory, and opens such directories; also those that weft 0.1 and Lightning have written.
+
+A directory of weft 0.1, or of Lightning's ModelParallelStrategy, has shards of torch.distributed.checkpoint, whose list
+`.metadata` is a pickle, and `meta.pt` with the other entries.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from weft.strategy import durable
+from weft.strategy.checkpoint import old_format
+from weft.strategy.checkpoint.blocks import Blocks, checksum
+from weft.strategy.checkpoint.manifest import (
+    MANIFEST,
+    OBJECTS,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    StoredValue,
+    has_manifest,
+)
+from weft.strategy.checkpoint.old_format import OldLoadPlanner, OldReader, read_rest
+from weft.strategy.checkpoint.reading import ChunkReader, ValueLoadPlanner
+from weft.strategy.checkpoint.values import decode, shifted
+from weft.strategy.checkpoint.writing import ChunkWriter, Encoded, ValueSavePlanner, write_chunks
+
+_REST_TENSORS = "rest.safetensors"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `path` is a directory with the files of a checkpoint, which may be damaged."""
+    return (path / MANIFEST).is_file() or (path / old_format.REST).is_file()
+
+
+def may_be_replaced(path: Path) -> bool:
+    """Return whether a save may replace what is at `path`: all but a directory that is no checkpoint."""
+    return not path.is_dir() or has_manifest(path) or (path / old_format.REST).is_file()
+
+
+def save(
+    directory: Path, state: Mapping[str, Any], rest: Mapping[str, Any], about: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Write a checkpoint to an existing, empty directory; collective over the default group, if there is one.
+
+    It is complete when its manifest is there, and on the disk when this function returns on the first rank.
+
+    Args:
+        state: nested dicts and lists with DTensors, tensors and other values. If several ranks have a value, one of
+            them writes its own.
+        rest: other entries, of the first rank.
+        about: JSON for people, such as the layout.
+
+    Returns:
+        The paths of the values that are pickled because JSON cannot carry them; on other ranks than the first, ().
+
+    Raises:
+        RuntimeError: a rank could not write; on the first rank its own error, if that one could not write the list.
+    """
+    writer = ChunkWriter(directory)
+    _run("save", directory, lambda: dcp.save(dict(state), storage_writer=writer, planner=ValueSavePlanner()))
+    pickled: tuple[str, ...] | None = on_first_rank(
+        "save", directory, lambda: _write_manifest(directory, writer, rest, about)
+    )
+    return pickled or ()
+
+
+def on_first_rank(action: str, path: Path, call: Callable[[], Any]) -> Any:
+    """Return what `call` returns on the first rank, and None on others, when it has returned; collective.
+
+    Raises:
+        Exception: on the first rank what `call` has raised, on others a RuntimeError with the text of that error.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    return on_all_ranks(action, path, call if is_first else lambda: None)
+
+
+def on_all_ranks(action: str, path: Path, call: Callable[[], Any]) -> Any:
+    """Return what `call` returns on this rank, when it has returned on all; collective, but `call` must not be.
+
+    Raises:
+        Exception: on a rank whose `call` has raised, that error; on others a RuntimeError with the text of the first.
+    """
+    error: Exception | None = None
+    result = None
+    try:
+        result = call()
+    except Exception as own:  # other ranks wait for this one
+        error = own
+    texts = [None if error is None else f"{type(error).__name__}: {error}"]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, texts[0])
+        texts = gathered
+    if error is not None:
+        raise error
+    found = next(((rank, text) for rank, text in enumerate(texts) if text is not None), None)
+    if found is not None:
+        raise RuntimeError(
+            f"rank {found[0]} failed to {action} the checkpoint {str(path)!r} ({found[1]}); remove the cause, and try "
+            "again."
+        )
+    return result
+
+
+def _write_manifest(
+    directory: Path, writer: ChunkWriter, rest: Mapping[str, Any], about: Mapping[str, Any]
+) -> tuple[str, ...]:
+    tensors: list[Tensor] = []
+    objects: list[tuple[str, bytes]] = []
+
+    def added(encoded: Encoded) -> Any:
+        value = shifted(encoded.value, len(tensors), len(objects))
+        tensors.extend(encoded.tensors)
+        objects.extend(encoded.objects)
+        return value
+
+    values = {name: StoredValue(path, added(encoded)) for name, (path, encoded) in writer.values.items()}
+    encoded_rest = added(Encoded.of(dict(rest), ""))
+    files = dict(writer.files)
+    rest_tensors: list[StoredTensor] = []
+    if tensors:
+        chunks = [
+            (str(idx), Blocks.of(tuple(tensor.shape), tensor.dtype.itemsize), tensor.dtype)
+            for idx, tensor in enumerate(tensors)
+        ]
+        files[_REST_TENSORS], stored = write_chunks(directory / _REST_TENSORS, chunks, tensors)
+        for tensor, chunk in zip(tensors, stored, strict=True):
+            rest_tensors.append(StoredTensor((), tensor.dtype, tuple(tensor.shape), (chunk,)))
+    if objects:
+        files[OBJECTS] = _write_objects(directory, [data for _, data in objects])
+    paths = tuple(path for path, _ in objects)
+    Manifest(dict(about), files, writer.tensors, values, encoded_rest, tuple(rest_tensors), paths).write(directory)
+    Manifest.read(directory)  # raises before the old checkpoint is replaced if the files are not as planned
+    return paths
+
+
+def _write_objects(directory: Path, objects: list[bytes]) -> StoredFile:
+    """Write the pickled objects as a list of bytes, so that each can be loaded without the others."""
+    data = pickle.dumps(objects)
+    file = durable.create_file(directory / OBJECTS)
+    with durable.closing(file):
+        durable.write(file, data)
+        durable.sync(file)
+    return StoredFile(len(data), len(data), checksum(data))
+
+
+class Checkpoint(Protocol):
+    """An open directory.
+
+    Attributes:
+        path: the directory.
+        metadata: the entries of the sharded state, and their paths as `planner_data`, as torch describes them.
+    """
+
+    path: Path
+    metadata: Metadata
+
+    def load(self, target: dict[str, Any], *, allow_partial: bool = False, alone: bool = False) -> None:
+        """Fill the tensors in `target`, a nested state, and replace its other values; collective unless `alone`.
+
+        Raises:
+            RuntimeError: `target` has an entry that the checkpoint lacks, and `allow_partial` is not set.
+            ValueError: a file is damaged.
+        """
+
+    def rest(self) -> dict[str, Any]:
+        """Return the entries that are not in the sharded state."""
+
+
+def open_checkpoint(
+    path: Path, *, verify: bool = True, allow_pickle: bool = False, weights_only: bool | None = None
+) -> Checkpoint:
+    """Open a directory.
+
+    Args:
+        verify: compare checksums of what is read.
+        allow_pickle: unpickle the objects that JSON cannot carry, and those of an old directory, which may run code.
+        weights_only: as in `torch.load`, for the meta.pt of an old directory.
+
+    Raises:
+        FileNotFoundError: it is no checkpoint.
+        ValueError: the manifest is damaged, or does not agree with the files.
+    """
+    if (path / MANIFEST).is_file():
+        if (path / old_format.LIST).is_file():
+            raise ValueError(
+                f"the checkpoint {str(path)!r} has {MANIFEST} and {old_format.LIST}, of two saves; remove the older "
+                "one, or load another checkpoint."
+            )
+        return _Checkpoint(path, verify, allow_pickle)
+    if not (path / old_format.LIST).is_file():
+        raise FileNotFoundError(
+            f"got {str(path)!r}, which has neither {MANIFEST} nor {old_format.LIST}; pass the directory of one "
+            "checkpoint."
+        )
+    return _OldCheckpoint(path, allow_pickle, weights_only)
+
+
+class _Checkpoint:
+    """A directory with a manifest."""
+
+    def __init__(self, path: Path, verify: bool, allow_pickle: bool) -> None:
+        self.path = path
+        self.manifest = Manifest.read(path)
+        self._allow_pickle = allow_pickle
+        self._objects: list[Any] | None = None
+        self._reader = ChunkReader(path, self.manifest, self._value, verify)
+        self.metadata = self._reader.read_metadata()
+
+    def load(self, target: dict[str, Any], *, allow_partial: bool = False, alone: bool = False) -> None:
+        planner = ValueLoadPlanner(allow_partial_load=allow_partial)
+        _run("load", self.path, lambda: dcp.load(target, storage_reader=self._reader, planner=planner, no_dist=alone))
+
+    def rest(self) -> dict[str, Any]:
+        try:
+            rest = self._decoded(self.manifest.rest)
+        finally:
+            self._reader.close()
+        if not isinstance(rest, dict):
+            raise ValueError(f"the checkpoint {str(self.path)!r} has no dict as its other entries; load another one.")
+        return rest
+
+    def _value(self, name: str) -> Any:
+        return self._decoded(self.manifest.values[name].encoded)
+
+    def _decoded(self, encoded: Any) -> Any:
+        used: set[int] = set()  # a manifest that repeats a tensor would need more memory than the files have
+
+        def tensor(idx: int) -> Tensor:
+            if idx in used:
+                raise ValueError(f"tensor {idx} occurs twice")
+            used.add(idx)
+            return self._rest_tensor(idx)
+
+        try:
+            return decode(encoded, tensor, self._object)
+        except (RecursionError, ValueError) as error:
+            if str(error).startswith("the checkpoint"):
+                raise
+            reason = "they are nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise ValueError(
+                f"the checkpoint {str(self.path)!r} has values that cannot be read ({reason}); load another one."
+            ) from None
+
+    def _rest_tensor(self, idx: int) -> Tensor:
+        tensor = self.manifest.rest_tensors[idx]
+        result = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for chunk in tensor.chunks:
+            region = tuple(slice(first, first + size) for first, size in zip(chunk.offsets, chunk.shape, strict=True))
+            self._reader.read(f"other tensor {idx}", tensor.dtype, chunk, (0,) * len(chunk.shape), result[region])
+        return result
+
+    def _object(self, idx: int) -> Any:
+        if not self._allow_pickle:
+            paths = ", ".join(self.manifest.object_paths[:10])
+            raise ValueError(
+                f"the checkpoint {str(self.path)!r} has Python objects that only pickle can read, which may run code: "
+                f"{paths}; pass allow_pickle=True, an argument of the strategy and of consolidate_checkpoint, if you "
+                "trust it, or save values that JSON can carry."
+            )
+        if self._objects is None:
+            self._objects = pickle.loads(self._reader.read_file(OBJECTS))
+        return torch.load(io.BytesIO(self._objects[idx]), map_location="cpu", weights_only=False)
+
+
+class _OldCheckpoint:
+    """A directory of torch.distributed.checkpoint with meta.pt."""
+
+    def __init__(self, path: Path, allow_pickle: bool, weights_only: bool | None) -> None:
+        self.path = path
+        self._allow_pickle = allow_pickle
+        self._weights_only = False if allow_pickle and weights_only is None else weights_only
+        self._reader = OldReader(path, allow_pickle)
+        self.metadata = self._reader.read_metadata()
+
+    def load(self, target: dict[str, Any], *, allow_partial: bool = False, alone: bool = False) -> None:
+        planner = OldLoadPlanner(allow_partial, self._allow_pickle)
+        _run("load", self.path, lambda: dcp.load(target, storage_reader=self._reader, planner=planner, no_dist=alone))
+
+    def rest(self) -> dict[str, Any]:
+        rest: dict[str, Any] = read_rest(self.path, self._weights_only)
+        return rest
+
+
+def _run(action: str, path: Path, call: Callable[[], Any]) -> None:
+    """Call torch.distributed.checkpoint; raise the error of the first rank that has one, on all ranks.
+
+    torch raises a CheckpointException, which is no Exception, with the stacks of all ranks.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to (load|save) in a single process")
+            call()
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, ValueError):
+            raise cause from None
+        raise RuntimeError(
+            f"rank {rank} failed to {action} the checkpoint {str(path)!r} ({type(cause).__name__}: {cause}); remove "
+            "the cause, and try again."
+        ) from error

@@ -1,0 +1,252 @@
+"""Reads regions of chunks, as the planner of torch.distributed.checkpoint asks for them, and compares checksums.
+
+The planner divides what a rank needs by the chunks that were written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, StorageReader
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+)
+from torch.futures import Future
+
+from weft.strategy.checkpoint.blocks import Span, bytes_of, checksum, checksums_in
+from weft.strategy.checkpoint.manifest import Manifest, StoredChunk
+
+_MAX_OPEN_FILES = 64
+_READ_BYTES = 4 << 20  # at a time: small enough to stay in a cache between checksum and copy
+
+
+class ValueLoadPlanner(DefaultLoadPlanner):
+    """torch's planner for checkpoints with a manifest, whose values are not pickled."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], value)
+
+
+def _metadata_of(manifest: Manifest) -> Metadata:
+    entries: dict[str, Any] = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=tensor.dtype),
+            torch.Size(tensor.shape),
+            [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks],
+        )
+        for name, tensor in manifest.tensors.items()
+    }
+    entries.update({name: BytesStorageMetadata() for name in manifest.values})
+    paths = {name: tensor.path for name, tensor in manifest.tensors.items()}
+    paths.update({name: value.path for name, value in manifest.values.items()})
+    return Metadata(entries, planner_data=paths)
+
+
+class ChunkReader(StorageReader):
+    """Reads regions of chunks, and compares the checksums of the blocks that they are in.
+
+    Args:
+        manifest: of the checkpoint `directory`.
+        value_of: returns the entry of a name that is no tensor.
+        verify: compare checksums.
+    """
+
+    num_bytes_read: ClassVar[int] = 0  # by all objects of this process, headers excluded
+
+    def __init__(
+        self, directory: Path, manifest: Manifest, value_of: Callable[[str], Any], verify: bool = True
+    ) -> None:
+        self.directory = directory
+        self._manifest, self._value_of, self._verify = manifest, value_of, verify
+        self._metadata = _metadata_of(manifest)
+        self._chunks = {
+            (name, chunk.offsets): (tensor, chunk)
+            for name, tensor in manifest.tensors.items()
+            for chunk in tensor.chunks
+        }
+        self._files: dict[str, int] = {}
+        self._compared: set[str] = set()  # files whose headers have been compared
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._table: tuple[StoredChunk | None, Sequence[int]] = (None, ())
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: a reader reads one checkpoint."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the manifest has been read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the entries in the form of torch.distributed.checkpoint."""
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for."""
+        try:
+            for item in plan.items:
+                name = item.storage_index.fqn
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._value_of(name))
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                assert item.storage_index.offset is not None
+                tensor, chunk = self._chunks[name, tuple(item.storage_index.offset)]
+                self.read(name, tensor.dtype, chunk, tuple(item.storage_offsets), target)
+                planner.commit_tensor(item, target)
+        finally:
+            self.close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read(self, name: str, dtype: torch.dtype, chunk: StoredChunk, offsets: tuple[int, ...], target: Tensor) -> None:
+        """Copy a region of a chunk to a tensor.
+
+        Args:
+            name: of the tensor, for errors.
+            dtype: of the chunk; that of `target` may differ.
+            offsets: the first index of the region in each dim of the chunk.
+            target: has the region's shape.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        if target.numel() == 0:
+            return
+        blocks = chunk.blocks
+        sizes = tuple(target.shape)
+        rows = (offsets[0], offsets[0] + sizes[0]) if sizes else (0, 1)
+        columns = (offsets[1], offsets[1] + sizes[1]) if len(sizes) > 1 else (0, 1)
+        trailing = tuple(slice(first, first + size) for first, size in zip(offsets[2:], sizes[2:], strict=True))
+        for span in blocks.spans(rows, columns, _READ_BYTES):
+            data = self._read_span(name, chunk, span)
+            if not sizes:
+                target.copy_(data.view(dtype).view(()))
+                continue
+            common = (max(rows[0], span.rows[0]), min(rows[1], span.rows[1]))
+            from_rows = slice(common[0] - span.rows[0], common[1] - span.rows[0])
+            to_rows = slice(common[0] - rows[0], common[1] - rows[0])
+            if len(sizes) == 1:
+                target[to_rows].copy_(data.view(dtype)[from_rows])
+                continue
+            values = data.view(dtype).view(span.rows[1] - span.rows[0], blocks.panel_columns, *blocks.shape[2:])
+            common = (max(columns[0], span.columns[0]), min(columns[1], span.columns[1]))
+            from_columns = slice(common[0] - span.columns[0], common[1] - span.columns[0])
+            to_columns = slice(common[0] - columns[0], common[1] - columns[0])
+            source = (from_rows, from_columns, *trailing)
+            target[to_rows, to_columns].copy_(values[source])
+
+    def _read_span(self, name: str, chunk: StoredChunk, span: Span) -> Tensor:
+        """Return the bytes of a span; the next call overwrites them."""
+        if self._buffer.numel() < span.num_bytes:
+            self._buffer = torch.empty(span.num_bytes, dtype=torch.uint8)
+        data = self._buffer[: span.num_bytes]
+        memory = bytes_of(data)
+        start = chunk.start + span.first_byte
+        self._read_bytes(chunk.file, start, memory)
+        ChunkReader.num_bytes_read += span.num_bytes
+        if self._verify and (block := chunk.blocks.damaged(span, memory, self._checksums(name, chunk))) is not None:
+            raise ValueError(
+                f"the checkpoint's file {str(self.directory / chunk.file)!r} is damaged: block {block} of {name!r}, "
+                f"which begins at byte {chunk.start}, does not have its checksum; load another checkpoint."
+            )
+        return data
+
+    def _checksums(self, name: str, chunk: StoredChunk) -> Sequence[int]:
+        """Return the checksums of a chunk's blocks; those of the last chunk are kept."""
+        if chunk.table_bytes == 0:
+            return [chunk.checksum]
+        if self._table[0] is not chunk:
+            table = bytearray(chunk.table_bytes)
+            self._read_bytes(chunk.file, chunk.table, memoryview(table))
+            if checksum(table) != chunk.checksum:
+                raise ValueError(
+                    f"the checkpoint's file {str(self.directory / chunk.file)!r} is damaged: the checksums of "
+                    f"{name!r}, which begin at byte {chunk.table}, do not have theirs; load another checkpoint."
+                )
+            self._table = (chunk, checksums_in(table))
+        return self._table[1]
+
+    def check_chunk(self, name: str, chunk: StoredChunk) -> None:
+        """Raise ValueError if a chunk of the tensor `name` is damaged."""
+        blocks = chunk.blocks
+        if blocks.num_bytes > 0:
+            for span in blocks.spans((0, blocks.num_rows), (0, blocks.num_columns), _READ_BYTES):
+                self._read_span(name, chunk, span)
+
+    def check_header(self, file: str) -> None:
+        """Raise ValueError if the header of a file, or all of a file without tensors, is damaged."""
+        self._opened(file)
+
+    def read_file(self, file: str) -> bytes:
+        """Return the bytes of a file without tensors."""
+        stored = self._manifest.files[file]
+        data = bytearray(stored.num_bytes)
+        self._read_bytes(file, 0, memoryview(data))
+        self._check_header(file, data)
+        return bytes(data)
+
+    def _opened(self, file: str) -> int:
+        """Return the descriptor of a file, whose header has been compared."""
+        if file not in self._files:
+            if len(self._files) >= _MAX_OPEN_FILES:
+                os.close(self._files.pop(next(iter(self._files))))
+            self._files[file] = os.open(self.directory / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if file not in self._compared:
+            self._compared.add(file)
+            header = bytearray(self._manifest.files[file].header_bytes)
+            self._read_bytes(file, 0, memoryview(header))
+            self._check_header(file, header)
+        return self._files[file]
+
+    def _check_header(self, file: str, header: bytearray) -> None:
+        if self._verify and checksum(header) != self._manifest.files[file].header_checksum:
+            raise ValueError(
+                f"the checkpoint's file {str(self.directory / file)!r} is damaged: its first {len(header)} bytes do "
+                "not have their checksum; load another checkpoint."
+            )
+
+    def _read_bytes(self, file: str, start: int, memory: memoryview) -> None:
+        descriptor = self._opened(file)
+        while memory.nbytes > 0:
+            count = os.preadv(descriptor, [memory], start)
+            if count == 0:
+                raise ValueError(
+                    f"the checkpoint's file {str(self.directory / file)!r} ends at byte {start}, and more bytes are "
+                    "expected; load another checkpoint."
+                )
+            start += count
+            memory = memory[count:]
+
+    def close(self) -> None:
+        """Close the files, and free the buffer."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files = {}
+        self._compared = set()
+        self._buffer = torch.empty(0, dtype=torch.uint8)

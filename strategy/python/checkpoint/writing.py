@@ -1,0 +1,247 @@
+"""Writes this rank's chunks for torch.distributed.checkpoint, whose planner deals them among the ranks.
+
+Values that are no tensors are encoded as JSON, not pickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from weft.strategy.checkpoint.blocks import Blocks, bytes_of, checksum, table_of
+from weft.strategy.checkpoint.manifest import StoredChunk, StoredFile, StoredTensor
+from weft.strategy.checkpoint.values import NAMES_OF_DTYPES, Encoder
+from weft.strategy.tensor_files import DTYPES, OutputTensor, TensorFile
+
+_TABLE = "block checksums"  # the name of the last tensor of a file
+
+
+class ValueSavePlanner(DefaultSavePlanner):
+    """torch's planner, but values that are no tensors are not pickled, and ranks write about the same bytes.
+
+    torch deals chunks that several ranks have in their order, and counts a chunk as the full tensor.
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return super().create_global_plan(_dealt(all_plans))
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return object
+
+
+def _dealt(plans: list[SavePlan]) -> list[SavePlan]:
+    """Return plans in which one rank writes each chunk: the largest first, by the rank with the fewest bytes so far."""
+    holders: dict[MetadataIndex, list[int]] = {}
+    items: dict[MetadataIndex, WriteItem] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            holders.setdefault(item.index, []).append(rank)
+            items.setdefault(item.index, item)
+    num_bytes = [0] * len(plans)
+    writer: dict[MetadataIndex, int] = {}
+    # Chunks of one rank count first, so that the others fill what they leave.
+    for index in sorted(items, key=lambda index: (len(holders[index]) > 1, -_bytes_of(items[index]))):
+        writer[index] = min(holders[index], key=num_bytes.__getitem__)
+        num_bytes[writer[index]] += _bytes_of(items[index])
+    return [
+        dataclasses.replace(plan, items=[item for item in plan.items if writer[item.index] == rank])
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 1 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A value that a rank sends to the first one: its JSON, and the tensors and pickled objects that JSON cannot carry.
+
+    objects: (path, bytes of torch.save) of each object.
+    """
+
+    value: Any
+    tensors: tuple[Tensor, ...]
+    objects: tuple[tuple[str, bytes], ...]
+
+    @classmethod
+    def of(cls, value: Any, path: str) -> Encoded:
+        """Return a value, which `path` names, for sending; raises what pickling an object raises."""
+        encoder = Encoder()
+        encoded = encoder.encode(value, path)
+        objects = []
+        for path_of_object, each in encoder.objects:
+            buffer = io.BytesIO()
+            torch.save(each, buffer)
+            objects.append((path_of_object, buffer.getvalue()))
+        return cls(encoded, tuple(tensor.detach().cpu() for tensor in encoder.tensors), tuple(objects))
+
+
+class ChunkWriter(StorageWriter):
+    """Writes this rank's chunks to one file; on the coordinator, `finish` keeps what the ranks have written.
+
+    Attributes:
+        files, tensors: of all ranks, for a `Manifest`; on the coordinator.
+        values: (path, encoded value) of the entries that are no tensors, by name; on the coordinator.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files: dict[str, StoredFile] = {}
+        self.tensors: dict[str, StoredTensor] = {}
+        self.values: dict[str, tuple[tuple[str | int, ...], Encoded]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing: a writer writes one checkpoint."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the directory exists."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the file of this rank; the results tell the coordinator where the chunks are."""
+        results = []
+        chunks: list[tuple[WriteItem, str, Blocks]] = []
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                results.append(WriteResult(item.index, 0, Encoded.of(planner.resolve_data(item), item.index.fqn)))
+                continue
+            assert item.tensor_data is not None
+            shape = tuple(item.tensor_data.chunk.sizes)
+            name = item.index.fqn
+            if shape != tuple(item.tensor_data.size):
+                name += "@" + ",".join(map(str, item.tensor_data.chunk.offsets))
+            chunks.append((item, name, Blocks.of(shape, item.tensor_data.properties.dtype.itemsize)))
+        if chunks:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            named = [
+                (name, blocks, item.tensor_data.properties.dtype)
+                for item, name, blocks in chunks
+                if item.tensor_data is not None
+            ]
+            values = (_tensor_of(planner, item) for item, *_ in chunks)
+            file, stored = write_chunks(self.directory / f"rank-{rank:05}.safetensors", named, values)
+            for (item, *_), chunk in zip(chunks, stored, strict=True):
+                assert item.tensor_data is not None
+                placed = dataclasses.replace(chunk, offsets=tuple(item.tensor_data.chunk.offsets))
+                results.append(WriteResult(item.index, chunk.blocks.num_bytes, placed))
+            results.append(WriteResult(MetadataIndex(stored[0].file), file.num_bytes, file))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Keep what all ranks have written; called on the coordinator."""
+        chunks: dict[str, list[StoredChunk]] = {}
+        paths = metadata.planner_data
+        for result in (each for of_rank in results for each in of_rank):
+            name, data = result.index.fqn, result.storage_data
+            if isinstance(data, StoredFile):
+                self.files[name] = data
+            elif isinstance(data, StoredChunk):
+                chunks.setdefault(name, []).append(data)
+            else:
+                self.values[name] = (tuple(paths[name]), data)
+        for name, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                dtype = entry.properties.dtype
+                self.tensors[name] = StoredTensor(
+                    tuple(paths[name]), dtype, tuple(entry.size), tuple(chunks.get(name, ()))
+                )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def storage_meta(self) -> StorageMeta | None:
+        return None
+
+
+def _tensor_of(planner: SavePlanner, item: WriteItem) -> Tensor:
+    value = planner.resolve_data(item)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def write_chunks(
+    path: Path, chunks: list[tuple[str, Blocks, torch.dtype]], values: Iterable[Tensor]
+) -> tuple[StoredFile, list[StoredChunk]]:
+    """Write a safetensors file with chunks, and after them their blocks' checksums; wait until it is on the disk.
+
+    Args:
+        path: must not exist.
+        chunks: (name, blocks, dtype) of each chunk.
+        values: yields the elements of each chunk, as a tensor of the chunk's shape.
+
+    Returns:
+        The file, and the chunks, with zeros as their offsets.
+    """
+    taken = {"__metadata__", _TABLE}
+    outputs = []
+    for wanted, blocks, dtype in chunks:
+        name = wanted
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        if dtype not in NAMES_OF_DTYPES:
+            raise ValueError(f"the checkpoint cannot store {wanted!r} of {dtype}; save it as another dtype.")
+        if dtype in DTYPES:
+            outputs.append(OutputTensor(name, blocks.stored_shape, dtype))
+        else:
+            outputs.append(OutputTensor(name, (blocks.num_bytes,), torch.uint8))
+    num_checksums = sum(blocks.num_blocks for _, blocks, _ in chunks if blocks.num_blocks > 1)
+    file = TensorFile(path, [*outputs, OutputTensor(_TABLE, (num_checksums,), torch.int64)])
+    stored: list[StoredChunk] = []
+    tables: list[Tensor] = []
+    try:
+        start = len(file.header)
+        table = start + sum(blocks.num_bytes for _, blocks, _ in chunks)
+        for (_, blocks, _), value in zip(chunks, values, strict=True):
+            if value.nbytes != blocks.num_bytes:
+                raise ValueError(f"a tensor to be written has {value.nbytes} bytes, and {blocks.num_bytes} are planned")
+            checksums = []
+            for data, of_part in blocks.parts(value):
+                file.write_bytes(data)
+                checksums += of_part
+            own, first_of_table = sum(checksums), 0
+            if len(checksums) > 1:
+                tables.append(table_of(checksums))
+                own, first_of_table = checksum(bytes_of(tables[-1])), table
+                table += tables[-1].nbytes
+            stored.append(StoredChunk((0,) * len(blocks.shape), path.name, start, blocks, first_of_table, own))
+            start += blocks.num_bytes
+        for each in tables:
+            file.write_bytes(bytes_of(each))
+    finally:
+        file.close()
+    return StoredFile(file.num_bytes, len(file.header), checksum(file.header)), stored
