@@ -5,6 +5,8 @@ PYTHON ?= python3
 JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 # The number of test files that run in parallel; each may start up to four ranks, most of which wait.
 TEST_JOBS ?= 2
+# Ranks wait for each other: one worker more keeps the cores busy.
+PYTHON_TEST_JOBS ?= $(shell expr $(TEST_JOBS) + 1)
 
 # For `make wheel` and `make compat`: a minor version of torch, such as 2.13, instead of the locked version.
 TORCH ?=
@@ -33,7 +35,7 @@ test-cpp: build
 # Files start in the order of the folders: the long files of benchmarks/ and examples/ first, so that none of them runs
 # alone at the end.
 test-python: build
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(PYTHON_TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 # Runs the tests that need a CUDA device on an emulated CUDA runtime: see tests/support/cuda_runtime/README.md. Collects
 # only files with one of the marks, and starts the longest file first.

@@ -62,6 +62,39 @@ def test_child_is_warm_and_without_state_of_its_parent(tmp_path: Path) -> None:
     assert result.returncode == 1 and result.stderr.splitlines()[-1] == "ValueError: on purpose"
 
 
+SPAWNER = """
+import multiprocessing, os, sys
+
+def work(queue, text):
+    import torch
+    is_warm = "weft._plugin.process_guard" in sys.modules
+    queue.put((text, os.getppid(), hasattr(torch, "started_by_parent"), is_warm, __name__))
+    sys.exit(3)
+
+if __name__ == "__main__":
+    import torch
+    torch.started_by_parent = True
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=work, args=(queue, f"given {i}")) for i in range(2)]
+    for process in processes:
+        process.start()
+    answers = sorted(queue.get() for _ in processes)
+    for process in processes:
+        process.join()
+    print([(a[0], a[1] == os.getpid(), *a[2:]) for a in answers], [p.exitcode for p in processes])
+"""
+
+
+def test_spawned_processes_are_warm_and_without_state_of_their_parent(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNER)
+    result = run_process([sys.executable, script], cwd=tmp_path, warm_processes=3)
+    expected = [(f"given {i}", True, False, True, "__mp_main__") for i in range(2)]
+    assert result.stdout.strip() == f"{expected} [3, 3]", result.stdout + result.stderr
+    assert result.returncode == 0
+
+
 def test_signals_and_processes_in_other_sessions() -> None:
     source = "import os, time\nif os.fork() == 0:\n    os.setsid()\nprint('ready', flush=True)\ntime.sleep(100)"
     with ProcessTree([sys.executable, "-c", source], warm_processes=1) as tree:

@@ -30,6 +30,12 @@ ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET
 
 # These examples import packages that `support/without_optional` hides from other processes; 08 and 12 draw.
 WITH_OPTIONAL_PACKAGES = {"05_huggingface.py", "08_pipeline_resnet50.py", "12_pipeline_trainer.py", "13_finetune.py"}
+# The processes of a command that are forks of one with all imports; 02 starts new interpreters.
+WARM_PROCESSES = {
+    **dict.fromkeys(("04_llama_2d.py", "05_huggingface.py", "06_fabric.py", "07_cli/main.py", "13_finetune.py"), 2),
+    **dict.fromkeys(("01_one_op.py", "03_train_text.py", "08_pipeline_resnet50.py", "11_pipeline_messages.py"), 3),
+    **{"09_pipeline_lm.py": 5, "10_three_gpus.py": 4, "12_pipeline_trainer.py": 2},
+}
 
 
 def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0, warm_ranks: int = 0) -> str:
@@ -41,7 +47,8 @@ def run_example(name: str, *arguments: str, cwd: Path, timeout: float = 240.0, w
     if warm_ranks:
         case = {"path": str(EXAMPLES / name), "arguments": list(arguments), "cwd": str(cwd)}
         return run_on_ranks(warm_ranks, run_as_main, timeout=timeout, **case)[0]
-    options = {"cwd": cwd, "env": ENV, "timeout": timeout, "has_optional_packages": name in WITH_OPTIONAL_PACKAGES}
+    options = {"cwd": cwd, "env": ENV, "timeout": timeout, "warm_processes": WARM_PROCESSES.get(name, 0)}
+    options["has_optional_packages"] = name in WITH_OPTIONAL_PACKAGES
     result = run_script(EXAMPLES / name, *arguments, **options)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
@@ -253,6 +260,7 @@ def test_failing_run_fails_comparison(tmp_path: Path) -> None:
         cwd=tmp_path,
         env=ENV,
         timeout=120.0,
+        warm_processes=3,
     )
     assert result.returncode == 1
     assert "training on 1 device(s) ended with status 1" in result.stderr
@@ -260,7 +268,7 @@ def test_failing_run_fails_comparison(tmp_path: Path) -> None:
 
 def test_terminated_comparison_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "03_train_text.py", "--devices", "2", "1", "--steps", "100000"]
-    with ProcessTree(command, cwd=tmp_path, env=ENV) as tree:
+    with ProcessTree(command, cwd=tmp_path, env=ENV, warm_processes=3) as tree:
         tree.wait_for_text("training on 2 devices")
         deadline = time.monotonic() + 60.0
         while len(processes_left(tree.pgid)) < 3 and time.monotonic() < deadline:

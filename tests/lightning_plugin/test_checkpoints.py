@@ -29,7 +29,6 @@ from weft.strategy.checkpoint import open_checkpoint
 
 SIZES = (1, 2, 4)
 FORMATS = ("directory", "file")
-READABLE = (*FORMATS, "old")
 
 
 def _strategy(fmt: str) -> WeftModelParallelStrategy:
@@ -45,10 +44,10 @@ def _save_as_before(directory: Path, state: dict[str, Any], rest: dict[str, Any]
 
 
 def _save(rank: int, world_size: int, folder: str, optimizer: str, num_steps: int) -> None:
-    """Train `num_steps` steps, then save in both formats as FORMAT-WORLD_SIZE.ckpt, and as weft 0.1 did."""
+    """Train `num_steps` steps, then save in both formats as FORMAT-WORLD_SIZE.ckpt; 2 ranks also as weft 0.1 did."""
     set_torchrun_environment(rank, world_size)
     model = Model(optimizer=optimizer)
-    for fmt in READABLE:
+    for fmt in (*FORMATS, "old") if world_size == 2 else FORMATS:
         run = trainer(world_size, _strategy(fmt), folder, max_steps=num_steps)
         model = Model(optimizer=optimizer)
         run.fit(model, loader())
@@ -120,7 +119,7 @@ def test_resumes_at_any_world_size(tmp_path: Path, optimizer: str) -> None:
     [expected] = run_on_ranks(1, _train_uninterrupted, folder=folder, optimizer=optimizer)
     for world_size in SIZES:
         run_on_ranks(world_size, _save, folder=folder, optimizer=optimizer, num_steps=6)
-    names = [f"{fmt}-{size}.ckpt" for fmt in READABLE for size in SIZES]
+    names = [f"{fmt}-{size}.ckpt" for fmt in FORMATS for size in SIZES] + ["old-2.ckpt"]
     for world_size in SIZES:
         for results in run_on_ranks(world_size, _resume, names=names, folder=folder, optimizer=optimizer):
             for name in names:
@@ -198,6 +197,29 @@ def test_weights_only_checkpoint_raises(rank: int, world_size: int, tmp_path: Pa
         trainer(world_size, _strategy(fmt), tmp_path).test(
             Model(), loader(), ckpt_path=tmp_path / f"{fmt}.ckpt", verbose=False
         )
+
+
+@on_ranks(2)
+def test_file_replaces_directory_and_directory_file(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Lightning writes files; into a directory of weft it would write its own beside the manifest."""
+    set_torchrun_environment(rank, world_size)
+    path = tmp_path / "last.ckpt"
+    for fmt in ("directory", "file", "directory"):
+        run = trainer(world_size, _strategy(fmt), tmp_path, max_steps=1)
+        run.fit(Model(), loader())
+        run.save_checkpoint(path)
+        dist.barrier()
+        assert path.is_dir() == (fmt == "directory") and path.exists()
+        trainer(world_size, _strategy(fmt), tmp_path, max_steps=2).fit(Model(), loader(), ckpt_path=path)
+
+
+@on_ranks(2)
+def test_directory_that_is_no_checkpoint_raises(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
+    run = trainer(world_size, _strategy("directory"), tmp_path, max_steps=1)
+    (tmp_path / "data").mkdir(exist_ok=True)
+    with pytest.raises(FileNotFoundError, match=r"data', which has neither manifest.json nor .metadata; pass the"):
+        run.fit(Model(), loader(), ckpt_path=tmp_path / "data")
 
 
 @on_ranks(1)

@@ -44,7 +44,7 @@ def test_directories_equal_those_of_save_pretrained(tmp_path: Path, layout: str)
     assert (tmp_path / "converted" / "tokenizer.json").read_text() == "{}"
     pretrained.assert_same_directories(tmp_path / "converted", tmp_path / layout / "llama")
     command[-1] = tmp_path / "tensors"
-    result = run_process([*command, "--module", "network", "--dtype", "bf16"])
+    result = run_process([*command, "--module", "network", "--dtype", "bf16"], warm_processes=1)
     assert result.returncode == 0, result.stderr
     expected = pretrained.stored(tmp_path / layout / "llama")
     tensors = pretrained.stored(tmp_path / "tensors")

@@ -96,10 +96,12 @@ class ProcessTree:
         self._process: subprocess.Popen[bytes] | WarmProcess
         with self._out_path.open("wb") as out, self._err_path.open("wb") as err:
             if warm_processes:
-                from support.warm_server import SERVER
+                from support.warm_server import SERVERS
 
                 folder, text = os.fspath(cwd or os.getcwd()), list(map(str, command))
-                self._process = SERVER.start(text, environment, folder, warm_processes - 1, (out, err))
+                self._process = SERVERS[has_optional_packages].start(
+                    text, environment, folder, warm_processes - 1, (out, err)
+                )
             else:
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *map(str, command)],

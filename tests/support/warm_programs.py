@@ -4,9 +4,9 @@ That process runs `next_program`. The fork that becomes a program has the enviro
 search path, standard streams, session and signal handlers of a new interpreter; `/proc` shows the token of its process
 tree. The fork ends as an interpreter does, with its exit handlers. Its parent is the process that runs `next_program`.
 
-A program may start `num_children` Python programs with `subprocess.Popen`, as Lightning's launcher does. Their
-processes are forked before the program runs, so that they are its children and have none of its state. All other uses
-of Popen start a new process.
+A program may start `num_children` Python programs with `subprocess.Popen`, as Lightning's launcher does, or with
+multiprocessing's start method "spawn". Their processes are forked before the program runs, so that they are its
+children and have none of its state. All other uses of Popen start a new process.
 
 A program that does not import a preloaded module still finds it: tests of imports need a new interpreter.
 """
@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
+import multiprocessing.util
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -31,6 +34,7 @@ from support.processes import TREE_VARIABLE, die_with_parent
 
 MAX_PACKET_BYTES = 1 << 17
 TOKEN_LENGTH = 32
+_MAX_FDS = 16  # that a process of multiprocessing gets
 # These packages, and the modules that they load at first use.
 _PRELOADED = (
     "lightning.pytorch",
@@ -88,21 +92,32 @@ def next_program(fd: int, search_path: list[str]) -> CodeType:
 
 def _program_with_children(request: dict[str, Any], search_path: list[str]) -> CodeType:
     """Fork the children; return the code of this program or, in a child that has been started, of that child."""
-    waiting: list[tuple[int, int]] = []
+    waiting: list[tuple[int, socket.socket]] = []
     for _ in range(request["num_children"]):
-        reader, writer = os.pipe()
+        reader, writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             for _, other in waiting:
-                os.close(other)
-            os.close(writer)
-            with os.fdopen(reader) as pipe:
-                text = pipe.read()
-            if not text:
+                other.close()
+            writer.close()
+            packet, fds, _, _ = socket.recv_fds(reader, MAX_PACKET_BYTES, _MAX_FDS)
+            if not packet:
                 os._exit(0)  # the program has ended without starting this child
-            return _become(json.loads(text), search_path)
-        os.close(reader)
+            reader.close()
+            child = json.loads(packet)
+            _place(fds, child.get("fds", ()))
+            return _become(child, search_path)
+        reader.close()
         waiting.append((pid, writer))
+
+    def start(args: Any, env: Any, cwd: Any, fds: Sequence[int] = (), new_session: bool = False) -> int:
+        """Start a waiting child, which gets the descriptors `fds` under the same numbers; return its process id."""
+        pid, writer = waiting.pop(0)
+        child = {"command": list(map(str, args)), "env": dict(os.environ if env is None else env), "fds": list(fds)}
+        child |= {"cwd": os.fspath(cwd or os.getcwd()), "new_session": new_session}
+        with writer:
+            socket.send_fds(writer, [json.dumps(child).encode()], list(fds))
+        return pid
 
     class Popen(subprocess.Popen):
         """Popen that starts one of the waiting children for a Python program without pipes."""
@@ -111,17 +126,32 @@ def _program_with_children(request: dict[str, Any], search_path: list[str]) -> C
             pass_fds, cwd, env, _, _, shell, *pipes = rest[:12]
             is_python = isinstance(args, (list, tuple)) and args[0] == sys.executable
             if waiting and is_python and not (shell or executable or preexec_fn or pass_fds) and set(pipes) == {-1}:
-                self.pid, writer = waiting.pop(0)
+                self.pid = start(args, env, cwd, new_session=True in rest[12:])
                 self._child_created = True
-                command = {"command": list(map(str, args)), "env": dict(os.environ if env is None else env)}
-                command |= {"cwd": os.fspath(cwd or os.getcwd()), "new_session": True in rest[12:]}
-                with os.fdopen(writer, "w") as pipe:
-                    pipe.write(json.dumps(command))
             else:
                 super()._execute_child(args, executable, preexec_fn, close_fds, *rest)
 
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def spawnv_passfds(path: Any, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        """Start one of the waiting children for a process of multiprocessing."""
+        if waiting and args[-1] == "--multiprocessing-fork" and set(args[1:-3]) <= {"-B"}:  # this process has it, too
+            return start([os.fsdecode(path), *args[-3:]], None, None, passfds)
+        return spawn(path, args, passfds)
+
     subprocess.Popen = Popen  # type: ignore[misc]
+    multiprocessing.util.spawnv_passfds = spawnv_passfds
     return _become(request, search_path)
+
+
+def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give descriptors these numbers."""
+    above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers, default=0) + 1) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(above, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def _become(request: dict[str, Any], search_path: list[str]) -> CodeType:

@@ -60,9 +60,13 @@ class WarmProcess:
 
 
 class WarmServer:
-    """The process that programs are forked from; it starts with the first of them."""
+    """The process that programs are forked from; it starts with the first of them.
 
-    def __init__(self) -> None:
+    `has_optional_packages`: whether it and its programs can import the packages that `without_optional` hides.
+    """
+
+    def __init__(self, has_optional_packages: bool) -> None:
+        self._has_optional_packages = has_optional_packages
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
 
@@ -90,7 +94,8 @@ class WarmServer:
     def _open(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long-lived as the server
-        search_path = [str(WITHOUT_OPTIONAL), *filter(None, [os.environ.get("PYTHONPATH")])]
+        hiding = [] if self._has_optional_packages else [str(WITHOUT_OPTIONAL)]
+        search_path = [*hiding, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", TREE_VARIABLE: "0" * TOKEN_LENGTH}
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOTSTRAP.format(tests=str(_TESTS_FOLDER), fd=theirs.fileno())],
@@ -115,5 +120,6 @@ class WarmServer:
         return json.loads(packet)
 
 
-SERVER = WarmServer()
-atexit.register(SERVER.close)
+SERVERS = {has_optional_packages: WarmServer(has_optional_packages) for has_optional_packages in (False, True)}
+for server in SERVERS.values():
+    atexit.register(server.close)
