@@ -15,6 +15,7 @@ from typing import Any
 
 from weft._plugin.fabric_mixin import FabricMixin
 from weft._plugin.memory_monitor import MemoryMixin
+from weft._plugin.preemption import PreemptionMixin
 from weft._plugin.pretrained_checkpoint import PretrainedCheckpointMixin
 from weft._plugin.process_guard import watch_launcher
 from weft._plugin.signatures import checked_init, doc_of_options, init_of_options
@@ -25,6 +26,7 @@ CLASS_NAME = "WeftModelParallelStrategy"
 CALLBACKS: dict[str, type] = {
     "ThroughputMonitor": ThroughputMixin,
     "MemoryMonitor": MemoryMixin,
+    "Preemption": PreemptionMixin,
     "PretrainedCheckpoint": PretrainedCheckpointMixin,
 }
 # The sizes for each registered name; the plan is "auto", which recognises the model.

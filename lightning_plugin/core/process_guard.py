@@ -10,7 +10,8 @@ wake-up pipe that CPython's C-level signal handler writes to, and the kernel's p
 
     rank 0 is killed           -> the children end: on Linux by PR_SET_PDEATHSIG, elsewhere by their own guards
     a child fails              -> the guard of rank 0 ends the tree after CHILD_GRACE_SECONDS
-    SIGINT or SIGTERM in a run -> Python's handlers run; after SIGNAL_GRACE_SECONDS the guard ends the tree
+    SIGINT or SIGTERM in a run -> Python's handlers run; after SIGNAL_GRACE_SECONDS the guard ends the tree, or after
+                                  the time of `limit_signals`
     an exception on rank 0     -> its traceback; at its exit, it kills children that outlive CHILDREN_EXIT_SECONDS
     an exception on a child    -> the child exits without waiting for other ranks: see "a child fails"
 
@@ -55,6 +56,7 @@ class ProcessGuard:
         self._children: Sequence[subprocess.Popen[Any]] = ()
         self._parent_pid: int | None = None
         self._watches_signals = False
+        self._limited: dict[int, float | None] = {}  # seconds from a signal to the end of the tree
         self._failed = False
         self._ending = False
         self._deadline: float | None = None
@@ -94,6 +96,22 @@ class ProcessGuard:
         A deadline that an earlier signal has set remains: the teardown of a stopped run calls this method, too.
         """
         self._watches_signals = enabled
+        self._limited = {}
+
+    def limit_signals(self, signums: Sequence[int], seconds: float | None) -> None:
+        """Set the time from these signals to the end of the tree, until the next `watch_signals`; None: no limit."""
+        self._limited = dict.fromkeys(map(int, signums), seconds)
+
+    def end_with(self, status: int) -> int:
+        """Return the status with which this rank ends on purpose: `status`, or 0 for a child of a launcher.
+
+        A child with another status would be taken for a failed one, and its tree ended, while the user sees only the
+        status of the process that the launcher runs in.
+        """
+        if self._parent_pid is not None:
+            return 0
+        self._status = status
+        return status
 
     def mark_failed(self, failed: bool) -> None:
         """Record whether this process ends because of an error, so that its exit waits for no other rank."""
@@ -138,9 +156,11 @@ class ProcessGuard:
         if self._previous_wakeup_fd != -1:
             os.write(self._previous_wakeup_fd, signums)
         for signum in signums:
-            if signum in _STOP_SIGNALS and self._watches_signals:
+            is_watched = self._watches_signals and signum in _STOP_SIGNALS
+            seconds = self._limited.get(signum, SIGNAL_GRACE_SECONDS if is_watched else None)
+            if seconds is not None:
                 self._status = 128 + signum
-                self._deadline = min(self._deadline or float("inf"), time.monotonic() + SIGNAL_GRACE_SECONDS)
+                self._deadline = min(self._deadline or float("inf"), time.monotonic() + seconds)
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._failed = True

@@ -9,18 +9,22 @@ installed package: `lightning`, `pytorch_lightning`, `lightning_fabric`.
 
 from weft._plugin import factory
 from weft._plugin.consolidate import consolidate_checkpoint
+from weft._plugin.newest import newest_checkpoint
 
 factory.register_installed()
 _FLAVOUR = factory.LIGHTNING_TRAINER if factory.LIGHTNING_TRAINER.is_installed else factory.PYTORCH_LIGHTNING
 WeftModelParallelStrategy = factory.strategy_class(_FLAVOUR)
 ThroughputMonitor = factory.callback_class(_FLAVOUR, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(_FLAVOUR, "MemoryMonitor")
+Preemption = factory.callback_class(_FLAVOUR, "Preemption")
 PretrainedCheckpoint = factory.callback_class(_FLAVOUR, "PretrainedCheckpoint")
 
 __all__ = [
     "MemoryMonitor",
+    "Preemption",
     "PretrainedCheckpoint",
     "ThroughputMonitor",
     "WeftModelParallelStrategy",
     "consolidate_checkpoint",
+    "newest_checkpoint",
 ]

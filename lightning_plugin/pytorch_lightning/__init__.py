@@ -5,17 +5,21 @@ Importing registers the strategy names, too.
 
 from weft._plugin import factory
 from weft._plugin.consolidate import consolidate_checkpoint
+from weft._plugin.newest import newest_checkpoint
 
 factory.register_installed()
 WeftModelParallelStrategy = factory.strategy_class(factory.PYTORCH_LIGHTNING)
 ThroughputMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "MemoryMonitor")
+Preemption = factory.callback_class(factory.PYTORCH_LIGHTNING, "Preemption")
 PretrainedCheckpoint = factory.callback_class(factory.PYTORCH_LIGHTNING, "PretrainedCheckpoint")
 
 __all__ = [
     "MemoryMonitor",
+    "Preemption",
     "PretrainedCheckpoint",
     "ThroughputMonitor",
     "WeftModelParallelStrategy",
     "consolidate_checkpoint",
+    "newest_checkpoint",
 ]
