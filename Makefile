@@ -121,6 +121,7 @@ bench: build
 	$(PY) benchmarks/overlap.py --ranks 2 --json --check
 	$(PY) benchmarks/overlap.py --ranks 4 --json --check
 	$(PY) benchmarks/memory.py --json
+	$(PY) benchmarks/checkpoint.py --ranks 2 4 --json
 
 # Builds, tests and measures on a machine with one GPU, offline, in nine minutes (WEFT_GPU_SECONDS). PYTHON must have
 # torch for CUDA. Results are written to $OUT (gpu_results).

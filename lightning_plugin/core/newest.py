@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
-from weft.strategy.checkpoint import open_checkpoint
-from weft.strategy.checkpoint.manifest import has_manifest
+from weft.strategy.checkpoint.manifest import Manifest, has_manifest
 
 
 def newest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
@@ -16,9 +14,10 @@ def newest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
         path = weft.lightning.newest_checkpoint("checkpoints")
         trainer.fit(module, loader, ckpt_path=path)  # from the start if it is None
 
-    The newest is that of the largest global step, then of the latest time. A directory that a killed save has left
-    incomplete, or whose files are missing or have another size, does not count; nor do directories of weft 0.1, and
-    files. It does not communicate: call it on all ranks, which must see the same files.
+    The newest is that of the largest global step, then of the latest time. Incomplete directories, directories whose
+    files are missing or have another size, those of weft 0.1 and of Lightning, checkpoints of weights only, and files
+    do not count. Checksums of tensors are compared when the checkpoint is loaded. It does not communicate: call it on
+    all ranks, which must see the same files.
 
     Args:
         directory: such as the `dirpath` of a `ModelCheckpoint` and of `Preemption`; folders inside are not searched.
@@ -26,12 +25,17 @@ def newest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
     found: list[tuple[int, float, str]] = []
     folder = Path(directory)
     for path in folder.iterdir() if folder.is_dir() else ():
-        if path.name.endswith(".partial") or not has_manifest(path):
-            continue
         try:
-            checkpoint: Any = open_checkpoint(path)
+            if path.name.endswith(".partial") or not has_manifest(path):
+                continue
+            manifest = Manifest.read(path)
+            modified = path.stat().st_mtime
         except (ValueError, OSError):
             continue
-        step = checkpoint.manifest.rest.get("global_step") if isinstance(checkpoint.manifest.rest, dict) else None
-        found.append((step if isinstance(step, int) else -1, path.stat().st_mtime, str(path)))
+        rest = manifest.rest if isinstance(manifest.rest, dict) else {}
+        names = (*manifest.tensors, *manifest.values, *rest)
+        if "pytorch-lightning_version" in rest and not any(name.startswith("optimizer_") for name in names):
+            continue  # a Trainer has saved weights only, from which training cannot go on
+        step = rest.get("global_step")
+        found.append((step if isinstance(step, int) else -1, modified, str(path)))
     return max(found)[2] if found else None

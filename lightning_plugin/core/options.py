@@ -135,9 +135,9 @@ class Options:
         pretrained: with a plan, a file or directory of pretrained weights, of which each rank reads its shards when
             the plan is applied; see `weft.load_pretrained`. The names of the files may be those of a module inside the
             LightningModule. None: the model has the values that its code gives it.
-        allow_pickle: when a checkpoint directory is loaded, unpickle the objects in it that JSON cannot carry, such as
-            hyperparameters of own classes. Unpickling runs any code that the checkpoint has. False: raise
-            ValueError, which names these objects.
+        allow_pickle: True: also unpickle the Python objects in a checkpoint directory, those of weft 0.1 and Lightning
+            included, which can run any code in the checkpoint. False: a directory that has such objects raises
+            ValueError, which names them; other directories load.
     """
 
     plan: Any = None

@@ -46,7 +46,7 @@ class PreemptionMixin:
         dirpath: the directory of the checkpoint, the same on all ranks.
         signals: names of signals, not "SIGINT". "SIGTERM" is the usual one; SLURM sends what `--signal` says, such as
             "SIGUSR1".
-        should_stop: also asked after each step, on every rank; one rank that returns True is enough.
+        should_stop: also called at each exchange, on every rank; one rank that returns True is enough.
         exit_code: of the process that the user has started on each host or, under torchrun, of each rank.
         grace_seconds: the time that the machine gives from the signal on. After it, a rank that got the signal and its
             children end even if the checkpoint is not complete; the one before stays. None: no limit.

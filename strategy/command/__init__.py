@@ -131,9 +131,16 @@ def _add_verify_and_inspect(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
         help="compare all checksums of a checkpoint directory",
-        description="Exit status: 0 if all agree, 1 if the checkpoint is damaged, 2 if there is no checkpoint.",
+        description=(
+            "Exit status: 0 if all agree, 1 if a file is damaged, missing or unreadable, 2 if the directory has no "
+            "manifest.json, such as one of weft 0.1 or Lightning."
+        ),
     )
-    inspect = commands.add_parser("inspect", help="list the tensors and files of a checkpoint directory")
+    inspect = commands.add_parser(
+        "inspect",
+        help="print the mesh, the plan and the tensors of a checkpoint directory; with --json also its files",
+        description="Exit status: 0, or 2 if the manifest is missing or cannot be used.",
+    )
     for command in (verify, inspect):
         command.add_argument("directory", metavar="DIRECTORY", help="a checkpoint that a Trainer or Fabric has written")
     inspect.add_argument("--json", action="store_true", help="print one JSON object, with sizes in bytes")

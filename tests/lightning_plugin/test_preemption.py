@@ -30,6 +30,7 @@ from support.processes import ProcessTree, assert_nothing_left
 from support.ranks import on_ranks, run_on_ranks
 from weft._plugin.process_guard import SIGNAL_GRACE_SECONDS
 from weft.lightning import Preemption, newest_checkpoint
+from weft.strategy import durable
 from weft.strategy.checkpoint import open_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "preempted.py"
@@ -152,6 +153,10 @@ def test_newest_checkpoint(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == str(tmp_path / "c.ckpt")
     (tmp_path / "c.ckpt").rename(tmp_path / ".weft-0123.partial")
     assert newest_checkpoint(tmp_path) == str(tmp_path / "a.ckpt")
+    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    (tmp_path / "a.ckpt").rename(durable._beside(tmp_path / "a.ckpt", "previous"))  # as an interrupted save leaves it
+    found = newest_checkpoint(tmp_path)
+    assert found is not None and found.endswith(".previous") and open_checkpoint(Path(found)).rest()["global_step"] == 3
 
 
 def test_wrong_arguments_raise(tmp_path: Path) -> None:

@@ -222,6 +222,22 @@ def test_conjugated_and_unsupported_tensors(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_damage_in_the_file_of_one_rank_is_raised_on_all(rank: int, tmp_path: Path) -> None:
+    """Each rank reads the file that it has written, and only one of them is damaged."""
+    save(tmp_path, {"model": _sharded((1, 2), values=True)}, {}, {})
+    dist.barrier()
+    if rank == 0:
+        with open(tmp_path / "rank-00001.safetensors", "r+b") as file:
+            file.seek(-1000, io.SEEK_END)
+            [byte] = file.read(1)
+            file.seek(-1000, io.SEEK_END)
+            file.write(bytes([byte ^ 1]))
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"rank-00001.safetensors' is damaged: .*; load another checkpoint"):
+        open_checkpoint(tmp_path).load({"model": _sharded((1, 2), values=False)})
+
+
+@on_ranks(2)
 def test_missing_entries_raise_unless_partial(rank: int, tmp_path: Path) -> None:
     save(tmp_path, {"model": {"w": torch.ones(2)}}, {}, {})
     dist.barrier()
