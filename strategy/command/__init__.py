@@ -1,6 +1,6 @@
 """The command `weft`: `weft estimate` predicts memory, `weft compare` compares sharded with unsharded training,
 `weft convert` writes the model of a checkpoint in the layout of Hugging Face, `weft verify` compares the checksums of a
-checkpoint, and `weft inspect` lists what it has.
+checkpoint, and `weft inspect` prints its content.
 
 The command is in a separate package because importing `weft` loads torch and the operators, unless `needs_operators`
 is False here. `weft estimate` sets it to False: models that the C++ memory model supports need neither.

@@ -156,7 +156,7 @@ def test_every_file_with_a_cuda_test_is_found(request: pytest.FixtureRequest) ->
     """`make gpu` and `make test-cuda` search the text of files; pytest must select no test in another file."""
     items = request.session.items
     files = files_by_mark([[item.nodeid.partition("::")[0], *(m.name for m in item.iter_markers())] for item in items])
-    if not all(files.values()):  # this session runs only a few files
+    if not all(files.values()):  # pytest runs only a few files
         command = [sys.executable, "-c", LIST_MARKS]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
         files = files_by_mark([line.split()[1:] for line in run.stdout.splitlines() if line.startswith("item ")])

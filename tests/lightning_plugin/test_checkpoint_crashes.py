@@ -109,7 +109,7 @@ def test_killed_save_leaves_old_or_new(
     num_old, num_new = 0, 0
 
     def is_killed(number: int) -> bool:
-        """Kill the ranks before a call of the victim, and check what is left; return False if there is no such call."""
+        """Kill the ranks before a call of the victim, and check the directory; return False if there is none."""
         nonlocal num_old, num_new
         shutil.rmtree(folder, ignore_errors=True)
         if old is not None:

@@ -1,4 +1,4 @@
-"""Divides the bytes of a chunk into blocks, each with a checksum, so that a rank reads and checks only what it needs.
+"""Divides the bytes of a chunk into blocks, each with a checksum, so that a rank reads and checks only its shard.
 
 A chunk is the part of a tensor that one rank writes. A rank of another layout needs some of its rows, if weights are
 sharded along the first dim, or some of its columns, if they are sharded along the second. A checksum can be compared
@@ -31,7 +31,7 @@ ALGORITHM = "xxh3_64"
 CHECKSUM_BYTES = 8
 _MIN_BLOCK_BYTES = 16 << 10
 _MAX_BLOCKS = 4096
-_PART_BYTES = 1 << 20  # about what is checked and written at a time
+_PART_BYTES = 1 << 20  # about the bytes that are checked and written at a time
 _MIN_ROW_BYTES = 256  # of a panel: shorter rows are slow to copy
 
 

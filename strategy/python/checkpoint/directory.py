@@ -186,7 +186,7 @@ def open_checkpoint(
     """Open a directory.
 
     Args:
-        verify: compare checksums of what is read.
+        verify: compare the checksums of all bytes that are read.
         allow_pickle: unpickle the objects that JSON cannot carry, and those of an old directory, which may run code.
         weights_only: as in `torch.load`, for the meta.pt of an old directory.
 

@@ -1,4 +1,4 @@
-"""weft verify and weft inspect: compare all checksums of a checkpoint, and list what it has."""
+"""weft verify and weft inspect: compare all checksums of a checkpoint, and print its content."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint directory has; `str` is a table.
+    """The content of a checkpoint directory; `str` is a table.
 
     Attributes:
         about: the versions of weft and torch, the mesh and the plan.
@@ -112,7 +112,7 @@ class Contents:
 
 
 def inspect(path: str | os.PathLike[str]) -> Contents:
-    """Return what a checkpoint directory has, from its manifest; reads no tensors.
+    """Return the content of a checkpoint directory, from its manifest; reads no tensors.
 
     Raises:
         FileNotFoundError: it is no directory with a manifest.

@@ -1,4 +1,4 @@
-"""manifest.json: what the files of a checkpoint hold, with checksums.
+"""manifest.json: the tensors and values in the files of a checkpoint, with checksums.
 
 It is written last, so a directory with a manifest is complete. Its first line has the checksum of all bytes after that
 line:
@@ -134,7 +134,7 @@ class Manifest:
         tensors, values: the entries of the sharded state, by name.
         rest: the other entries, encoded by `values.Encoder`.
         rest_tensors: the tensors in `rest` and in `values`.
-        object_paths: what the objects in OBJECTS are, by index.
+        object_paths: the path of each object in OBJECTS, by index.
     """
 
     about: dict[str, Any]
@@ -316,7 +316,7 @@ def _file_from_json(content: Any) -> StoredFile:
 
 
 def _about(content: Any) -> dict[str, Any]:
-    """Return what a manifest tells about the run: texts, and the sizes of the mesh."""
+    """Return the description of the run: texts, and the sizes of the mesh."""
     about = dict(_typed(content, dict))
     for name, value in about.items():
         sizes = _typed(value, dict).values() if name == "mesh" else ()

@@ -38,7 +38,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 
 
 class _Unpickler(pickle._Unpickler):
-    """Knows what a list of shards consists of, and changes no objects but those.
+    """Knows the classes in a list of shards, and changes no other objects.
 
     pickle's version in Python: that in C allocates as much memory as an index in the file says.
     """

@@ -1,6 +1,6 @@
 """Reads regions of chunks, as the planner of torch.distributed.checkpoint asks for them, and compares checksums.
 
-The planner divides what a rank needs by the chunks that were written.
+The planner splits the shards of a rank at the bounds of the chunks that were written.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ChunkReader(StorageReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for."""
+        """Read the items of a plan."""
         try:
             for item in plan.items:
                 name = item.storage_index.fqn
@@ -200,28 +200,27 @@ class ChunkReader(StorageReader):
                 self._read_span(name, chunk, span)
 
     def check_header(self, file: str) -> None:
-        """Raise ValueError if the header of a file, or all of a file without tensors, is damaged."""
-        self._opened(file)
+        """Raise ValueError if the header of a file, or all of a file without tensors, is damaged; compared once."""
+        if file not in self._compared:
+            self._compared.add(file)
+            header = bytearray(self._manifest.files[file].header_bytes)
+            self._read_from(self._descriptor(file), file, 0, memoryview(header))
+            self._check_header(file, header)
 
     def read_file(self, file: str) -> bytes:
         """Return the bytes of a file without tensors."""
         stored = self._manifest.files[file]
         data = bytearray(stored.num_bytes)
-        self._read_bytes(file, 0, memoryview(data))
+        self._read_from(self._descriptor(file), file, 0, memoryview(data))
         self._check_header(file, data)
         return bytes(data)
 
-    def _opened(self, file: str) -> int:
-        """Return the descriptor of a file, whose header has been compared."""
+    def _descriptor(self, file: str) -> int:
+        """Return the descriptor of an open file."""
         if file not in self._files:
             if len(self._files) >= _MAX_OPEN_FILES:
                 os.close(self._files.pop(next(iter(self._files))))
             self._files[file] = os.open(self.directory / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if file not in self._compared:
-            self._compared.add(file)
-            header = bytearray(self._manifest.files[file].header_bytes)
-            self._read_bytes(file, 0, memoryview(header))
-            self._check_header(file, header)
         return self._files[file]
 
     def _check_header(self, file: str, header: bytearray) -> None:
@@ -232,7 +231,11 @@ class ChunkReader(StorageReader):
             )
 
     def _read_bytes(self, file: str, start: int, memory: memoryview) -> None:
-        descriptor = self._opened(file)
+        """Read bytes of a file, after its header has been compared."""
+        self.check_header(file)
+        self._read_from(self._descriptor(file), file, start, memory)
+
+    def _read_from(self, descriptor: int, file: str, start: int, memory: memoryview) -> None:
         while memory.nbytes > 0:
             count = os.preadv(descriptor, [memory], start)
             if count == 0:

@@ -20,7 +20,7 @@ import base64
 import collections
 import math
 from collections.abc import Callable, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,7 @@ NAMES_OF_DTYPES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
 
 class Encoder:
-    """Encodes values, and collects what JSON cannot carry.
+    """Encodes values, and collects the values that JSON cannot carry.
 
     Attributes:
         tensors: the tensors in the encoded values, by index.
@@ -128,7 +128,7 @@ def decode(encoded: Any, tensors: Callable[[int], Tensor], objects: Callable[[in
     """Return the value that `Encoder.encode` has encoded.
 
     Args:
-        tensors, objects: return what an index stands for.
+        tensors, objects: return the tensor, or the object, of an index.
 
     Raises:
         ValueError: the encoded value has an unknown kind, or a kind has a wrong value.
@@ -225,9 +225,7 @@ def _complex(parts: list[Any]) -> complex:
     return complex(*parts)
 
 
-def _path(text: Any) -> Any:
-    from pathlib import Path
-
+def _path(text: Any) -> Path:
     if not isinstance(text, str):
         raise ValueError(f"{text!r:.50} is no path")
     return Path(text)

@@ -103,7 +103,7 @@ class Encoded:
 
 
 class ChunkWriter(StorageWriter):
-    """Writes this rank's chunks to one file; on the coordinator, `finish` keeps what the ranks have written.
+    """Writes this rank's chunks to one file; on the coordinator, `finish` keeps the chunks of all ranks.
 
     Attributes:
         files, tensors: of all ranks, for a `Manifest`; on the coordinator.
@@ -161,7 +161,7 @@ class ChunkWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep what all ranks have written; called on the coordinator."""
+        """Keep the chunks and values of all ranks; called on the coordinator."""
         chunks: dict[str, list[StoredChunk]] = {}
         paths = metadata.planner_data
         for result in (each for of_rank in results for each in of_rank):

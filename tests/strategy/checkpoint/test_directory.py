@@ -133,7 +133,7 @@ def test_torch_would_count_the_same_entries(rank: int, tmp_path: Path) -> None:
 
 
 class _Settings:
-    """What JSON cannot carry."""
+    """An object that JSON cannot carry."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""Values as JSON: what is read back, and what is not accepted."""
+"""Values as JSON: they are read back with their types, and wrong JSON raises errors."""
 
 from __future__ import annotations
 
@@ -151,11 +151,11 @@ def test_states_of_schedulers_need_no_pickle() -> None:
 
 
 class _Settings:
-    pass
+    """An object that JSON cannot carry."""
 
 
 class _Number(int):
-    pass
+    """Another type than int."""
 
 
 def test_other_objects_are_collected_with_their_paths() -> None:
