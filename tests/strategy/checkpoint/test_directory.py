@@ -111,6 +111,15 @@ def test_every_mesh_reads_what_another_wrote(tmp_path: Path, saved: int, tp: int
 
 
 @on_ranks(2)
+def test_replicated_tensors_are_dealt_by_size(rank: int, tmp_path: Path) -> None:
+    """In their order, one rank would write three times the bytes of the other."""
+    save(tmp_path, {"model": {name: torch.ones(size << 14) for name, size in (("a", 1), ("b", 1), ("c", 2))}}, {}, {})
+    dist.barrier()
+    sizes = [file.stat().st_size for file in sorted(tmp_path.glob("rank-*.safetensors"))]
+    assert len(sizes) == 2 and max(sizes) <= 1.1 * min(sizes), sizes
+
+
+@on_ranks(2)
 def test_torch_would_count_the_same_entries(rank: int, tmp_path: Path) -> None:
     """The entries and paths are those that torch.distributed.checkpoint lists for the same state."""
     state = {"model": _sharded((1, 2), values=True), "other": {"a": [1, {"b": torch.ones(2)}], "none": None}}
