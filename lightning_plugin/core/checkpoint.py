@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft._plugin.optimizer_state import FullModel, load_sharded_state, load_state, rekey_by_name
+from weft._plugin.saves import join_at_exit
 from weft.strategy import checkpoint as directories
 from weft.strategy import durable
-from weft.strategy.checkpoint import Checkpoint
+from weft.strategy.checkpoint import Checkpoint, background
 from weft.strategy.checkpoint.manifest import has_manifest
 
 # The model's key in a Trainer's directory, as weft's strategy and as Lightning's ModelParallelStrategy write it.
@@ -46,6 +47,7 @@ def save_directory(
     path: Path,
     pipeline_group: dist.ProcessGroup | None = None,
     about: dict[str, Any] | None = None,
+    background_seconds: float | None = None,
 ) -> None:
     """Write a Trainer's `checkpoint`, in which "state_dict" and "optimizer_states" hold DTensors, as a directory.
 
@@ -54,7 +56,9 @@ def save_directory(
     rest = dict(checkpoint)
     states = rest.pop("optimizer_states", [])
     optimizers = {optimizer_key(idx): state for idx, state in enumerate(states)}
-    write_directory({"model": rest.pop("state_dict")}, optimizers, rest, path, pipeline_group, about)
+    write_directory(
+        {"model": rest.pop("state_dict")}, optimizers, rest, path, pipeline_group, about, background_seconds
+    )
 
 
 def write_directory(
@@ -64,12 +68,23 @@ def write_directory(
     path: Path,
     pipeline_group: dist.ProcessGroup | None = None,
     about: dict[str, Any] | None = None,
+    background_seconds: float | None = None,
 ) -> None:
     """Write state dicts of DTensors and, from the first rank, `rest`, as the directory `path`.
 
     The directory is written under another name. When it is complete and on the disk, it takes the place of a previous
-    checkpoint at `path`: a crash at any moment leaves one of the two. `about`: JSON that describes the run.
+    checkpoint at `path`: a crash at any moment leaves one of the two.
+
+    Args:
+        about: JSON that describes the run.
+        background_seconds: write it in the background, where the first rank waits so long for the files of the others;
+            None: the directory is complete when this function returns.
+
+    Raises:
+        Exception: with `background_seconds`, the save in the background before this one has failed; without, a warning
+            says so.
     """
+    background.wait(raises=background_seconds is not None)
     check_checkpoint_path(path)
     partial = durable.temporary_name(path)
 
@@ -87,14 +102,20 @@ def write_directory(
         keys_with_state = set().union(*gathered)
     with_state = {key: state for key, state in optimizers.items() if key in keys_with_state}
     without_state = {key: state for key, state in optimizers.items() if key not in keys_with_state}
-    pickled = directories.save(partial, {**models, **with_state}, {**rest, **without_state}, about or {})
+    state, others = {**models, **with_state}, {**rest, **without_state}
+    if background_seconds is not None:
+        join_at_exit()
+        pickled = background.start(path, partial, state, others, about or {}, background_seconds)
+    else:
+        pickled = directories.save(partial, state, others, about or {})
     if pickled:
         warnings.warn(
             f"weft: the checkpoint {str(path)!r} has Python objects that JSON cannot carry "
             f"({', '.join(pickled[:10])}); it loads only with allow_pickle=True.",
             stacklevel=2,
         )
-    directories.on_first_rank("save", path, lambda: durable.publish(partial, path))
+    if background_seconds is None:
+        directories.on_first_rank("save", path, lambda: durable.publish(partial, path))
 
 
 def write_file(checkpoint: dict[str, Any], path: Path) -> None:
@@ -156,7 +177,11 @@ def open_directory(path: Path, weights_only: bool | None, allow_pickle: bool) ->
 
 
 def make_room(path: Path) -> None:
-    """Remove a directory of weft at `path`, into which Lightning would write its own files; collective."""
+    """Remove a directory of weft at `path`, into which Lightning would write its own files; collective.
+
+    Waits for a save in the background first.
+    """
+    background.wait(raises=False)
     directories.on_first_rank("save", path, lambda: durable.remove(path) if has_manifest(path) else None)
 
 

@@ -5,7 +5,7 @@ A part uses the engine's public members, and members of the strategy that Lightn
 overrides.
 
 NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size`, `_tensor_parallel_size`,
-`_save_distributed_checkpoint`, `_process_group_backend`, `_get_process_group_backend` and, under Fabric,
+`_save_distributed_checkpoint`, `_timeout`, `_process_group_backend`, `_get_process_group_backend` and, under Fabric,
 `_parallelize_fn` and `_backward_sync_control` are protected members of Lightning's ModelParallelStrategy (the stock
 strategy), of which weft's strategies are subclasses. Also used are `LightningModule._device_mesh`, `_after_closure` of
 precision plugins, and the Trainer's `_accelerator_connector`, the only object that stores the argument

@@ -22,9 +22,10 @@ from weft._plugin.model_setup import apply_plan, join_weights
 from weft._plugin.optimizer_state import full_state, load_state, merge_parameter_groups, named_state
 from weft._plugin.options import TRAINER_ONLY, FabricOptions, Options, StockOptions
 from weft._plugin.parameter_replacements import parameters_of
+from weft._plugin.saves import report_seconds
 from weft._plugin.strategy_mixin import StrategyMixin
 from weft.strategy import durable
-from weft.strategy.checkpoint import is_checkpoint, on_first_rank
+from weft.strategy.checkpoint import background, is_checkpoint, on_first_rank
 from weft.strategy.checkpoint.manifest import has_manifest
 
 if TYPE_CHECKING:
@@ -266,15 +267,18 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
                 f"{type(self).__name__} got save_distributed_checkpoint=False with a model in stages, where no rank "
                 "has the full model; leave it out, and consolidate the directory afterwards."
             )
-        options = StateDictOptions(full_state_dict=not sharded, cpu_offload=True)
+        in_background = sharded and engine.options.async_save  # it copies the shards itself
+        options = StateDictOptions(full_state_dict=not sharded, cpu_offload=not in_background)
         weights = get_model_state_dict(model, options=options)
         if sharded:
             states = {key: named_state(model, optimizer) for key, optimizer in optimizers.items()}
             for state_of_optimizer in states.values() if engine.pipeline is not None else ():
                 merge_parameter_groups(state_of_optimizer, self.pipeline_group)
             stages = None if engine.pipeline is None else self.pipeline_group
-            checkpoints.write_directory({model_key: weights}, states, rest, target, stages, engine.about())
+            seconds = report_seconds(self) if in_background else None
+            checkpoints.write_directory({model_key: weights}, states, rest, target, stages, engine.about(), seconds)
             return
+        background.wait(raises=False)
         full_states = {key: full_state(optimizer, self.is_global_zero) for key, optimizer in optimizers.items()}
         file = {model_key: weights, **full_states, **rest}
         on_first_rank("save", target, lambda: checkpoints.write_file(file, target))
@@ -283,6 +287,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint, saved by any number of ranks, into the objects of `state`; return the rest; collective."""
+        background.wait()
         source = durable.existing(Path(self.broadcast(path)))
         is_readable = is_checkpoint(source) if self.plan is not None else has_manifest(source)
         if isinstance(state, dict) and state and self.broadcast(is_readable):

@@ -30,7 +30,10 @@ _DEFAULT_SIZES = {
     "tensor_parallel_size": "auto",
     "pipeline_parallel_size": 1,
 }
-_FLAGS = ("fused_optimizers", "empty_init", "activation_offload", "sequence_parallel", "join_gate_up", "allow_pickle")
+_FLAGS = (
+    *("fused_optimizers", "empty_init", "activation_offload", "sequence_parallel", "join_gate_up"),
+    *("allow_pickle", "async_save"),
+)
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,10 @@ class Options:
         allow_pickle: True: also unpickle the Python objects in a checkpoint directory, those of weft 0.1 and Lightning
             included, which can run any code in the checkpoint. False: a directory that has such objects raises
             ValueError, which names them; other directories load.
+        async_save: during `fit`, and under Fabric, write checkpoint directories in the background: training stops only
+            while each rank copies its shards into CPU memory, which is kept for the next save. One save is written at
+            a time. An error is raised by the next save, by loading, or at the end of `fit`. False: a save returns when
+            the checkpoint is on the disk.
     """
 
     plan: Any = None
@@ -164,6 +171,7 @@ class Options:
     join_gate_up: bool = False
     pretrained: str | os.PathLike[str] | None = None
     allow_pickle: bool = False
+    async_save: bool = False
 
     @property
     def is_stock(self) -> bool:

@@ -116,7 +116,9 @@ class PreemptionMixin:
         wants_stop = self._is_signalled or (self._should_stop is not None and bool(self._should_stop()))
         if not _any(wants_stop, trainer.strategy.root_device):
             return
+        trainer.strategy.wait_for_checkpoints(raises=False)
         trainer.save_checkpoint(self._path)
+        trainer.strategy.wait_for_checkpoints()
         Console(trainer.strategy.fabric_module).log(
             f"weft: the run was stopped after step {self._step}, and saved as {str(self._path)!r}; it ends with the "
             f"exit code {self._exit_code}."

@@ -131,8 +131,17 @@ class ProcessGuard:
             sys.excepthook = self._excepthook
 
     def on_clean_exit(self, function: Callable[[], None]) -> None:
-        """Call `function` at interpreter exit, unless this process failed: other ranks may have exited in that case."""
+        """Call `function` at interpreter exit, unless this process failed: other ranks may have exited in that case.
+
+        The function that was passed last is called first. One that is passed again is called once.
+        """
+        if function in self._on_clean_exit:
+            self._on_clean_exit.remove(function)
         self._on_clean_exit.append(function)
+
+    def fail_exit(self, error: Exception) -> None:
+        """Inside a function of `on_clean_exit`: print an error, and end with status 1 after the other functions."""
+        sys.excepthook(type(error), error, error.__traceback__)
 
     def _watch(self) -> None:
         while not self._ending:
@@ -192,6 +201,9 @@ class ProcessGuard:
             stack.callback(self._wait_for_children)
             for function in self._on_clean_exit:
                 stack.callback(function)
+        if self._failed:
+            _flush()
+            os._exit(self._status)
 
     def _wait_for_children(self) -> None:
         # NOTE: only after the group is destroyed, which releases children that are blocked in a collective.

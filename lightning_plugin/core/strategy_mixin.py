@@ -17,6 +17,7 @@ from weft._plugin.meshes import cached_mesh
 from weft._plugin.process_group import destroying_group_at_exit
 from weft._plugin.process_guard import guard
 from weft._plugin.replicas import seed_workers_by_data_rank
+from weft.strategy.checkpoint import background
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,6 +90,14 @@ class StrategyMixin(StockStrategy):
         if module is None:
             raise ValueError(f"{self._engine.name}.save_pretrained got no module; pass the module that was set up.")
         save_pretrained(module, directory, max_shard_size=max_shard_size, dtype=dtype)
+
+    def wait_for_checkpoints(self, *, raises: bool = True) -> None:
+        """With async_save, wait until the last checkpoint is on the disk; collective.
+
+        Raises:
+            Exception: it could not be written; on all ranks. With `raises` False, a warning says so.
+        """
+        background.wait(raises=raises)
 
     def _configure_launcher(self) -> None:
         self._engine.check_devices()

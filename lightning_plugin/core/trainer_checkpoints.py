@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from weft._plugin.checkpoint import load_directory, load_file, save_directory, without_none
 from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.optimizer_state import FullModel, full_state, merge_parameter_groups, named_state
+from weft._plugin.saves import may_run_in_background, report_seconds
 from weft.strategy import durable
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def save(engine: Engine, strategy: StockTrainerStrategy, checkpoint: dict[str, A
     """Write a checkpoint as a directory, to which each rank writes its shards; collective."""
     stages = None if engine.pipeline is None else engine.stages.group
     path = Path(strategy.broadcast(filepath))
-    save_directory(checkpoint, path, stages, engine.about())
+    in_background = engine.options.async_save and may_run_in_background(strategy.lightning_module.trainer, path)
+    save_directory(checkpoint, path, stages, engine.about(), report_seconds(strategy) if in_background else None)
     engine.console.log_once(DIRECTORY_NOTE)
 
 

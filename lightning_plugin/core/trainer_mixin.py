@@ -22,9 +22,11 @@ from weft._plugin.options import Options, StockOptions
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, run_step, with_local_parameters
 from weft._plugin.parameter_replacements import parameters_of
 from weft._plugin.process_guard import guard
+from weft._plugin.saves import let_checkpoints_see_saves
 from weft._plugin.stage_steps import STEPS
 from weft._plugin.strategy_mixin import StrategyMixin
 from weft._plugin.trainer_stages import TrainerStages
+from weft.strategy.checkpoint import background
 
 if TYPE_CHECKING:
     from weft._plugin.stock_strategies import StockTrainerStrategy
@@ -198,6 +200,17 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         """Synchronize random states again: hooks since setup may have drawn numbers on some ranks only."""
         super().on_train_start()
         self._engine.broadcast_random_state()
+        if self._engine.options.async_save:
+            let_checkpoints_see_saves(self.lightning_module.trainer)
+
+    def on_train_end(self) -> None:
+        """Wait for a checkpoint that is written in the background; raise its error on all ranks."""
+        super().on_train_end()
+        background.wait()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Like the stock method, but if a checkpoint is being written, after it is complete."""
+        background.call_later(partial(super().remove_checkpoint, filepath))
 
     def on_exception(self, exception: BaseException) -> None:
         """Mark this process as failed, so that its exit does not wait for other ranks."""
@@ -212,6 +225,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     def teardown(self) -> None:
         """Run the stock teardown. The process group and the mesh stay, because the model remains usable after a run."""
         guard().watch_signals(False)
+        background.free_copies()
         self._engine.end_run()
         self._stages.end_steps()
         for name in ("clip_gradients", "clip_grad_by_norm", *CALL_GRADIENT_HOOKS):
@@ -314,6 +328,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory or a file, saved by any number of ranks, into the model and the optimizers; collective."""
+        background.wait()
         if self.plan is None:
             return super().load_checkpoint(checkpoint_path, **checkpoints.without_none(weights_only=weights_only))
         # A test after a fit still has the optimizers of the fit, which may belong to another model.

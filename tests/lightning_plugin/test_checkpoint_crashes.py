@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from support.processes import run_on_forks
 from weft._plugin import checkpoint as checkpoints
 from weft.strategy import convert, durable
-from weft.strategy.checkpoint import open_checkpoint
+from weft.strategy.checkpoint import background, open_checkpoint
 
 # Calls on the file system inside torch.distributed.checkpoint and torch.save, as Python reports them.
 REMOVALS = {"os.remove", "os.rmdir"}
@@ -34,6 +34,10 @@ def _save(rank: int, value: float, path: Path, kind: str) -> None:
         if rank == 0:
             checkpoints.write_file({"state_dict": _state(value)}, path)
         dist.barrier()
+        return
+    if kind == "background":
+        checkpoints.write_directory({"model": _state(value)}, {}, {"epoch": value}, path, background_seconds=60.0)
+        background.wait()
         return
     checkpoints.write_directory({"model": _state(value)}, {}, {"epoch": value}, path)
 
@@ -87,6 +91,8 @@ def _loaded(path: Path) -> float:
         ("directory", "file", 0, True, 3, 5),
         ("directory", "file", 0, False, 3, 5),
         ("file", "directory", 0, True, 3, 20),
+        ("directory", "background", 0, True, 2, 25),
+        ("directory", "background", 1, True, 1, 1),
     ],
 )
 def test_killed_save_leaves_old_or_new(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ from weft.strategy.checkpoint.manifest import (
 from weft.strategy.checkpoint.old_format import OldLoadPlanner, OldReader, read_rest
 from weft.strategy.checkpoint.reading import ChunkReader, ValueLoadPlanner
 from weft.strategy.checkpoint.values import decode, shifted
-from weft.strategy.checkpoint.writing import ChunkWriter, Encoded, ValueSavePlanner, write_chunks
+from weft.strategy.checkpoint.writing import ChunkWriter, Encoded, Placed, ValueSavePlanner, write_chunks
 
 _REST_TENSORS = "rest.safetensors"
 
@@ -67,14 +67,28 @@ def save(
         The paths of the values that are pickled because JSON cannot carry them; on other ranks than the first, ().
 
     Raises:
-        RuntimeError: a rank could not write; on the first rank its own error, if that one could not write the list.
+        Exception: this rank could not write.
+        RuntimeError: another rank could not write.
     """
-    writer = ChunkWriter(directory)
-    _run("save", directory, lambda: dcp.save(dict(state), storage_writer=writer, planner=ValueSavePlanner()))
+    writer = plan_save(directory, state)
+    placed = [on_all_ranks("save", directory, writer.write)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(placed[0], gathered)
+        placed = gathered or []
     pickled: tuple[str, ...] | None = on_first_rank(
-        "save", directory, lambda: _write_manifest(directory, writer, rest, about)
+        "save", directory, lambda: write_manifest(writer, placed, Encoded.of(dict(rest), ""), about)
     )
     return pickled or ()
+
+
+def plan_save(
+    directory: Path, state: Mapping[str, Any], copy: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
+) -> ChunkWriter:
+    """Return a writer that has this rank's chunks of a state; collective. `copy`: see `ChunkWriter`."""
+    writer = ChunkWriter(directory, copy)
+    _run("save", directory, lambda: dcp.save(dict(state), storage_writer=writer, planner=ValueSavePlanner()))
+    return writer
 
 
 def on_first_rank(action: str, path: Path, call: Callable[[], Any]) -> Any:
@@ -115,9 +129,20 @@ def on_all_ranks(action: str, path: Path, call: Callable[[], Any]) -> Any:
     return result
 
 
-def _write_manifest(
-    directory: Path, writer: ChunkWriter, rest: Mapping[str, Any], about: Mapping[str, Any]
+def write_manifest(
+    writer: ChunkWriter, placed: Sequence[Placed], rest: Encoded, about: Mapping[str, Any]
 ) -> tuple[str, ...]:
+    """Write the files of the other entries, and the manifest of all; on the first rank.
+
+    Args:
+        writer: of this rank.
+        placed: what each rank has written.
+        rest: the other entries.
+
+    Returns:
+        The paths of the pickled values.
+    """
+    directory = writer.directory
     tensors: list[Tensor] = []
     objects: list[tuple[str, bytes]] = []
 
@@ -128,8 +153,8 @@ def _write_manifest(
         return value
 
     values = {name: StoredValue(path, added(encoded)) for name, (path, encoded) in writer.values.items()}
-    encoded_rest = added(Encoded.of(dict(rest), ""))
-    files = dict(writer.files)
+    encoded_rest = added(rest)
+    files = {name: file for each in placed for name, file in each.files.items()}
     rest_tensors: list[StoredTensor] = []
     if tensors:
         chunks = [
@@ -142,7 +167,8 @@ def _write_manifest(
     if objects:
         files[OBJECTS] = _write_objects(directory, [data for _, data in objects])
     paths = tuple(path for path, _ in objects)
-    Manifest(dict(about), files, writer.tensors, values, encoded_rest, tuple(rest_tensors), paths).write(directory)
+    stored_tensors = writer.tensors(placed)
+    Manifest(dict(about), files, stored_tensors, values, encoded_rest, tuple(rest_tensors), paths).write(directory)
     Manifest.read(directory)  # raises before the old checkpoint is replaced if the files are not as planned
     return paths
 

@@ -152,14 +152,7 @@ class Manifest:
             "version": VERSION,
             "algorithm": ALGORITHM,
             "about": self.about,
-            "files": {
-                name: {
-                    "num_bytes": file.num_bytes,
-                    "header_bytes": file.header_bytes,
-                    "header_checksum": f"{file.header_checksum:016x}",
-                }
-                for name, file in self.files.items()
-            },
+            "files": {name: file_to_json(file) for name, file in self.files.items()},
             "tensors": {name: _tensor_to_json(tensor) for name, tensor in self.tensors.items()},
             "values": {name: {"path": list(v.path), "value": v.encoded} for name, v in self.values.items()},
             "rest": self.rest,
@@ -199,7 +192,7 @@ class Manifest:
     def _from_json(cls, content: dict[str, Any]) -> Manifest:
         return cls(
             about=_about(content["about"]),
-            files={name: _file_from_json(file) for name, file in _typed(content["files"], dict).items()},
+            files={name: file_from_json(file) for name, file in _typed(content["files"], dict).items()},
             tensors={name: _tensor_from_json(t) for name, t in _typed(content["tensors"], dict).items()},
             values={
                 name: StoredValue(_path(value["path"]), value["value"])
@@ -308,7 +301,17 @@ def _checksum(text: Any) -> int:
     return int(text, 16)
 
 
-def _file_from_json(content: Any) -> StoredFile:
+def file_to_json(file: StoredFile) -> dict[str, Any]:
+    """Return what describes a file, for `file_from_json`."""
+    return {
+        "num_bytes": file.num_bytes,
+        "header_bytes": file.header_bytes,
+        "header_checksum": f"{file.header_checksum:016x}",
+    }
+
+
+def file_from_json(content: Any) -> StoredFile:
+    """Return the file; raises ValueError for other content."""
     if _typed(content, dict).keys() != {"num_bytes", "header_bytes", "header_checksum"}:
         raise ValueError(f"it describes a file by {list(content)!r:.80}")
     num_bytes, header_bytes = _count(content["num_bytes"]), _count(content["header_bytes"])
@@ -338,39 +341,43 @@ def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
         "path": list(tensor.path),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
-        "chunks": [
-            {
-                "offsets": list(chunk.offsets),
-                "shape": list(chunk.shape),
-                "file": chunk.file,
-                "start": chunk.start,
-                "panels": chunk.blocks.num_panels,
-                "block_rows": chunk.blocks.block_rows,
-                "table": chunk.table,
-                "checksum": f"{chunk.checksum:016x}",
-            }
-            for chunk in tensor.chunks
-        ],
+        "chunks": [chunk_to_json(chunk) for chunk in tensor.chunks],
     }
+
+
+def chunk_to_json(chunk: StoredChunk) -> dict[str, Any]:
+    """Return what describes a chunk, for `chunk_from_json`."""
+    return {
+        "offsets": list(chunk.offsets),
+        "shape": list(chunk.shape),
+        "file": chunk.file,
+        "start": chunk.start,
+        "panels": chunk.blocks.num_panels,
+        "block_rows": chunk.blocks.block_rows,
+        "table": chunk.table,
+        "checksum": f"{chunk.checksum:016x}",
+    }
+
+
+def chunk_from_json(content: Any, itemsize: int) -> StoredChunk:
+    """Return the chunk of a tensor whose elements have `itemsize` bytes; raises ValueError for other content."""
+    shape, panels, block_rows = _counts(content["shape"]), _count(content["panels"]), _count(content["block_rows"])
+    blocks = Blocks(shape, itemsize, panels, block_rows)
+    if panels == 0 or blocks.num_columns % panels or block_rows == 0:
+        raise ValueError(f"it has a chunk of {list(shape)!r:.50} in {panels} panels")
+    return StoredChunk(
+        _counts(content["offsets"]),
+        _typed(content["file"], str),
+        _count(content["start"]),
+        blocks,
+        _count(content["table"]),
+        _checksum(content["checksum"]),
+    )
 
 
 def _tensor_from_json(content: Any) -> StoredTensor:
     dtype = dtype_of(_typed(content, dict)["dtype"])
-    chunks = []
-    for chunk in _typed(content["chunks"], list):
-        blocks = Blocks(_counts(chunk["shape"]), dtype.itemsize, _count(chunk["panels"]), _count(chunk["block_rows"]))
-        if blocks.num_panels == 0 or blocks.num_columns % blocks.num_panels or blocks.block_rows == 0:
-            raise ValueError(f"it has a chunk of {chunk['shape']!r:.50} in {chunk['panels']!r:.20} panels")
-        chunks.append(
-            StoredChunk(
-                _counts(chunk["offsets"]),
-                _typed(chunk["file"], str),
-                _count(chunk["start"]),
-                blocks,
-                _count(chunk["table"]),
-                _checksum(chunk["checksum"]),
-            )
-        )
+    chunks = [chunk_from_json(chunk, dtype.itemsize) for chunk in _typed(content["chunks"], list)]
     return StoredTensor(_path(content["path"]), dtype, _counts(content["shape"]), tuple(chunks))
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import io
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,22 +99,46 @@ class Encoded:
             buffer = io.BytesIO()
             torch.save(each, buffer)
             objects.append((path_of_object, buffer.getvalue()))
-        return cls(encoded, tuple(tensor.detach().cpu() for tensor in encoder.tensors), tuple(objects))
+        return cls(encoded, tuple(tensor.detach().to("cpu", copy=True) for tensor in encoder.tensors), tuple(objects))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """What a rank has written: its file by name, if it has chunks, and the chunks by the names of their tensors."""
+
+    files: dict[str, StoredFile]
+    chunks: tuple[tuple[str, StoredChunk], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """A chunk that this rank writes: the name of its tensor, and its own in the file."""
+
+    tensor: str
+    name: str
+    offsets: tuple[int, ...]
+    blocks: Blocks
+    dtype: torch.dtype
 
 
 class ChunkWriter(StorageWriter):
-    """Writes this rank's chunks to one file; on the coordinator, `finish` keeps the chunks of all ranks.
+    """Keeps the chunks that torch's planner gives to this rank, until `write` writes them to one file.
+
+    Args:
+        directory: exists.
+        copy: returns copies of the values of all chunks; None: the values themselves are kept until they are written.
 
     Attributes:
-        files, tensors: of all ranks, for a `Manifest`; on the coordinator.
         values: (path, encoded value) of the entries that are no tensors, by name; on the coordinator.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, copy: Callable[[Sequence[Tensor]], list[Tensor]] | None = None) -> None:
         self.directory = directory
-        self.files: dict[str, StoredFile] = {}
-        self.tensors: dict[str, StoredTensor] = {}
         self.values: dict[str, tuple[tuple[str | int, ...], Encoded]] = {}
+        self._copy = copy
+        self._planned: list[_Planned] = []
+        self._values: list[Tensor] = []
+        self._tensors: dict[str, tuple[tuple[str | int, ...], torch.dtype, tuple[int, ...]]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Do nothing: a writer writes one checkpoint."""
@@ -129,55 +153,53 @@ class ChunkWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the file of this rank; the results tell the coordinator where the chunks are."""
+        """Keep the chunks of a plan; the results give the other values to the coordinator."""
         results = []
-        chunks: list[tuple[WriteItem, str, Blocks]] = []
+        tensors = []
         for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                results.append(WriteResult(item.index, 0, Encoded.of(planner.resolve_data(item), item.index.fqn)))
-                continue
-            assert item.tensor_data is not None
-            shape = tuple(item.tensor_data.chunk.sizes)
             name = item.index.fqn
-            if shape != tuple(item.tensor_data.size):
-                name += "@" + ",".join(map(str, item.tensor_data.chunk.offsets))
-            chunks.append((item, name, Blocks.of(shape, item.tensor_data.properties.dtype.itemsize)))
-        if chunks:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            named = [
-                (name, blocks, item.tensor_data.properties.dtype)
-                for item, name, blocks in chunks
-                if item.tensor_data is not None
-            ]
-            values = (_tensor_of(planner, item) for item, *_ in chunks)
-            file, stored = write_chunks(self.directory / f"rank-{rank:05}.safetensors", named, values)
-            for (item, *_), chunk in zip(chunks, stored, strict=True):
-                assert item.tensor_data is not None
-                placed = dataclasses.replace(chunk, offsets=tuple(item.tensor_data.chunk.offsets))
-                results.append(WriteResult(item.index, chunk.blocks.num_bytes, placed))
-            results.append(WriteResult(MetadataIndex(stored[0].file), file.num_bytes, file))
+            if item.type == WriteItemType.BYTE_IO:
+                results.append(WriteResult(item.index, 0, Encoded.of(planner.resolve_data(item), name)))
+                continue
+            data, values = item.tensor_data, planner.resolve_data(item)
+            assert data is not None and isinstance(values, Tensor)
+            shape, offsets = tuple(data.chunk.sizes), tuple(data.chunk.offsets)
+            own_name = name if shape == tuple(data.size) else f"{name}@{','.join(map(str, offsets))}"
+            dtype = data.properties.dtype
+            self._planned.append(_Planned(name, own_name, offsets, Blocks.of(shape, dtype.itemsize), dtype))
+            tensors.append(values.detach())
+        self._values = tensors if self._copy is None else self._copy(tensors)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep the chunks and values of all ranks; called on the coordinator."""
-        chunks: dict[str, list[StoredChunk]] = {}
+        """Keep the entries of all ranks; called on the coordinator."""
         paths = metadata.planner_data
         for result in (each for of_rank in results for each in of_rank):
-            name, data = result.index.fqn, result.storage_data
-            if isinstance(data, StoredFile):
-                self.files[name] = data
-            elif isinstance(data, StoredChunk):
-                chunks.setdefault(name, []).append(data)
-            else:
-                self.values[name] = (tuple(paths[name]), data)
+            self.values[result.index.fqn] = (tuple(paths[result.index.fqn]), result.storage_data)
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, TensorStorageMetadata):
-                dtype = entry.properties.dtype
-                self.tensors[name] = StoredTensor(
-                    tuple(paths[name]), dtype, tuple(entry.size), tuple(chunks.get(name, ()))
-                )
+                self._tensors[name] = (tuple(paths[name]), entry.properties.dtype, tuple(entry.size))
+
+    def write(self) -> Placed:
+        """Write this rank's file, if it has chunks, wait until it is on the disk, and let go of the values."""
+        planned, self._planned = self._planned, []
+        values, self._values = self._values, []
+        if not planned:
+            return Placed({}, ())
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        path = self.directory / f"rank-{rank:05}.safetensors"
+        file, chunks = write_chunks(path, [(each.name, each.blocks, each.dtype) for each in planned], values)
+        placed = (dataclasses.replace(c, offsets=each.offsets) for c, each in zip(chunks, planned, strict=True))
+        return Placed({path.name: file}, tuple((each.tensor, c) for each, c in zip(planned, placed, strict=True)))
+
+    def tensors(self, placed: Iterable[Placed]) -> dict[str, StoredTensor]:
+        """Return all tensors with the chunks that the ranks have written; on the coordinator."""
+        chunks: dict[str, list[StoredChunk]] = {name: [] for name in self._tensors}
+        for name, chunk in (each for of_rank in placed for each in of_rank.chunks):
+            chunks[name].append(chunk)
+        return {name: StoredTensor(*about, tuple(chunks[name])) for name, about in self._tensors.items()}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -185,12 +207,6 @@ class ChunkWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         return None
-
-
-def _tensor_of(planner: SavePlanner, item: WriteItem) -> Tensor:
-    value = planner.resolve_data(item)
-    assert isinstance(value, Tensor)
-    return value
 
 
 def write_chunks(
