@@ -143,8 +143,8 @@ class Options:
             ValueError, which names them; other directories load.
         async_save: during `fit`, and under Fabric, write checkpoint directories in the background: training stops only
             while each rank copies its shards into CPU memory, which is kept for the next save. One save is written at
-            a time. An error is raised by the next save, by loading, or at the end of `fit`. False: a save returns when
-            the checkpoint is on the disk.
+            a time. An error is raised by the next save in the background, by loading, or at the end of `fit`. False: a
+            save returns when the checkpoint is on the disk.
     """
 
     plan: Any = None
@@ -214,6 +214,11 @@ class Options:
         if self.optimizer_in_backward == "rows" and self.plan is None:
             raise ValueError(
                 f"{owner} got optimizer_in_backward='rows' without a plan that fuses MLPs; pass plan='auto'."
+            )
+        if self.async_save and self.plan is None and not self.needs_plan:
+            raise ValueError(
+                f"{owner} got async_save=True without a plan, with which Lightning writes the checkpoints; pass "
+                "plan='auto'."
             )
         if self.join_gate_up and self.plan is None:
             raise ValueError(f"{owner} got join_gate_up=True without a plan that fuses MLPs; pass plan='auto'.")

@@ -49,7 +49,8 @@ class PreemptionMixin:
         should_stop: also called at each exchange, on every rank; one rank that returns True is enough.
         exit_code: of the process that the user has started on each host or, under torchrun, of each rank.
         grace_seconds: the time that the machine gives from the signal on. After it, a rank that got the signal and its
-            children end even if the checkpoint is not complete; the one before stays. None: no limit.
+            children end even if the checkpoint is not complete; the one before stays. With async_save, a save in
+            flight is finished first. None: no limit.
         every_n_steps: the optimizer steps between two exchanges of flags. An exchange waits for the slowest rank.
     """
 

@@ -142,6 +142,7 @@ class ProcessGuard:
     def fail_exit(self, error: Exception) -> None:
         """Inside a function of `on_clean_exit`: print an error, and end with status 1 after the other functions."""
         sys.excepthook(type(error), error, error.__traceback__)
+        self._failed = True  # also if a hook of others does not call this guard's
 
     def _watch(self) -> None:
         while not self._ending:
@@ -197,13 +198,15 @@ class ProcessGuard:
 
             exit_after(timedelta(seconds=FAILED_EXIT_SECONDS), self._status)
             return
-        with contextlib.ExitStack() as stack:  # calls the functions in reverse order, all of them even if one fails
-            stack.callback(self._wait_for_children)
-            for function in self._on_clean_exit:
-                stack.callback(function)
-        if self._failed:
-            _flush()
-            os._exit(self._status)
+        try:
+            with contextlib.ExitStack() as stack:  # calls the functions in reverse order, all even if one fails
+                stack.callback(self._wait_for_children)
+                for function in self._on_clean_exit:
+                    stack.callback(function)
+        finally:
+            if self._failed:
+                _flush()
+                os._exit(self._status)
 
     def _wait_for_children(self) -> None:
         # NOTE: only after the group is destroyed, which releases children that are blocked in a collective.

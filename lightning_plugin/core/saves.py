@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,12 @@ def report_seconds(strategy: StockStrategy) -> float:
 
 
 def may_run_in_background(trainer: Any, path: Path) -> bool:
-    """Return whether training goes on after a save of this Trainer, so that it may be written meanwhile.
+    """Return whether a save of this Trainer, which trains, may be written while training goes on.
 
-    It does not before and after `fit`, while an exception ends the run, and when SLURM stops it ("hpc_ckpt_"). A
-    ModelCheckpoint that links "last" to a checkpoint needs it complete.
+    It may not while an exception ends the run, and when SLURM stops it ("hpc_ckpt_"). A ModelCheckpoint that links
+    "last" to a checkpoint needs it complete.
     """
-    state = trainer.state
-    if state.fn != "fit" or state.status != "running" or path.name.startswith("hpc_ckpt_"):
+    if trainer.state.status != "running" or path.name.startswith("hpc_ckpt_"):
         return False
     return all(getattr(callback, "save_last", None) != "link" for callback in trainer.checkpoint_callbacks)
 
@@ -48,6 +48,16 @@ def let_checkpoints_see_saves(trainer: Any) -> None:
 def _file_exists(stock: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
     exists = stock(filepath, trainer)  # collective
     return exists or background.is_writing(Path(filepath))
+
+
+def finish_save_of_exception(trainer: Any) -> None:
+    """Wait for this rank's part of a save in flight if a ModelCheckpoint saves on exceptions; not collective.
+
+    The callback does not save a second time after the step that is being saved.
+    """
+    if any(getattr(callback, "save_on_exception", False) for callback in trainer.checkpoint_callbacks):
+        with contextlib.suppress(Exception):  # the run's own exception is raised
+            background.join()
 
 
 def join_at_exit() -> None:

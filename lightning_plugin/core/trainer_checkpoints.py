@@ -32,11 +32,13 @@ def optimizer_state(engine: Engine, strategy: StockTrainerStrategy, optimizer: A
     return state
 
 
-def save(engine: Engine, strategy: StockTrainerStrategy, checkpoint: dict[str, Any], filepath: Any) -> None:
+def save(
+    engine: Engine, strategy: StockTrainerStrategy, checkpoint: dict[str, Any], filepath: Any, in_background: bool
+) -> None:
     """Write a checkpoint as a directory, to which each rank writes its shards; collective."""
     stages = None if engine.pipeline is None else engine.stages.group
     path = Path(strategy.broadcast(filepath))
-    in_background = engine.options.async_save and may_run_in_background(strategy.lightning_module.trainer, path)
+    in_background = in_background and may_run_in_background(strategy.lightning_module.trainer, path)
     save_directory(checkpoint, path, stages, engine.about(), report_seconds(strategy) if in_background else None)
     engine.console.log_once(DIRECTORY_NOTE)
 

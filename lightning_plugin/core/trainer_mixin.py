@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from weft._plugin import trainer_checkpoints as checkpoints
@@ -22,7 +23,7 @@ from weft._plugin.options import Options, StockOptions
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, run_step, with_local_parameters
 from weft._plugin.parameter_replacements import parameters_of
 from weft._plugin.process_guard import guard
-from weft._plugin.saves import let_checkpoints_see_saves
+from weft._plugin.saves import finish_save_of_exception, let_checkpoints_see_saves
 from weft._plugin.stage_steps import STEPS
 from weft._plugin.strategy_mixin import StrategyMixin
 from weft._plugin.trainer_stages import TrainerStages
@@ -70,6 +71,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         self._loaders = TrainerLoaders(self._engine, self)
         self._gradient_norm: Tensor | None = None
         self._is_fitting = False
+        self._saves_in_background = False  # from on_train_start to on_train_end
 
     # ---- start and end of a run ----------------------------------------------------------------------------
 
@@ -200,12 +202,14 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         """Synchronize random states again: hooks since setup may have drawn numbers on some ranks only."""
         super().on_train_start()
         self._engine.broadcast_random_state()
-        if self._engine.options.async_save:
+        self._saves_in_background = self._engine.options.async_save
+        if self._saves_in_background:
             let_checkpoints_see_saves(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
         """Wait for a checkpoint that is written in the background; raise its error on all ranks."""
         super().on_train_end()
+        self._saves_in_background = False
         background.wait()
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -216,6 +220,8 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         """Mark this process as failed, so that its exit does not wait for other ranks."""
         super().on_exception(exception)
         guard().mark_failed(True)
+        self._saves_in_background = False
+        finish_save_of_exception(self.lightning_module.trainer)
         if num_stepped := self._engine.in_backward.num_stepped:
             self._engine.console.log(
                 f"weft: the run ended within a step, after {num_stepped} parameters were updated inside "
@@ -225,6 +231,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     def teardown(self) -> None:
         """Run the stock teardown. The process group and the mesh stay, because the model remains usable after a run."""
         guard().watch_signals(False)
+        self._saves_in_background = False
         background.free_copies()
         self._engine.end_run()
         self._stages.end_steps()
@@ -310,6 +317,8 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state that this rank saves; only the last stage saves modules outside of the stages."""
+        if self.plan is not None and self._saves_in_background and self._save_distributed_checkpoint:
+            return self._stages.own_state(get_model_state_dict(self.model))  # not copied to the CPU yet
         return self._stages.own_state(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -324,7 +333,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             make_room(Path(self.broadcast(filepath)))
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
-            checkpoints.save(self._engine, self, checkpoint, filepath)
+            checkpoints.save(self._engine, self, checkpoint, filepath, self._saves_in_background)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory or a file, saved by any number of ranks, into the model and the optimizers; collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning_plugin.scripts.pipeline_models import Text, pipeline_strategy, text_loader
 from lightning_plugin.scripts.plugin_models import (
     FeedForward,
     Model,
@@ -24,7 +26,7 @@ from lightning_plugin.scripts.plugin_models import (
 )
 
 from support.processes import ProcessTree, assert_nothing_left
-from support.ranks import on_ranks
+from support.ranks import on_ranks, run_on_ranks
 from weft.lightning import Preemption, WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 from weft.strategy import durable
@@ -138,7 +140,7 @@ class _Fails(Callback):
 
 @on_ranks(2)
 def test_saves_that_end_a_run_are_complete(rank: int, world_size: int, tmp_path: Path) -> None:
-    """After an exception, at a warning of SLURM, before and after fit, and with a link to the last checkpoint."""
+    """After an exception, at a warning of SLURM, after training, and with a link to the last checkpoint."""
     set_torchrun_environment(rank, world_size)
     with pytest.MonkeyPatch.context() as patch:
         saves = _Saves(patch)
@@ -147,6 +149,15 @@ def test_saves_that_end_a_run_are_complete(rank: int, world_size: int, tmp_path:
         with pytest.raises(ZeroDivisionError):
             run.fit(Model(), loader())
         assert len(list((tmp_path / "a").glob("*.ckpt"))) == 1 and not saves.paths
+
+        class AtTheEnd(Callback):
+            def on_fit_end(self, run: Any, module: Any) -> None:
+                run.save_checkpoint(tmp_path / "end.ckpt")
+                assert (tmp_path / "end.ckpt").exists()
+
+        run = trainer(world_size, _strategy(), tmp_path, callbacks=[AtTheEnd()])
+        run.fit(Model(), loader())
+        assert not saves.paths
         keep = ModelCheckpoint(tmp_path / "b", every_n_train_steps=1, save_top_k=-1, save_last="link")
         run = trainer(world_size, _strategy(), tmp_path, enable_checkpointing=True, callbacks=[keep])
         run.fit(Model(), loader())
@@ -163,6 +174,61 @@ def test_saves_that_end_a_run_are_complete(rank: int, world_size: int, tmp_path:
         run = trainer(world_size, _strategy(), tmp_path, callbacks=[Warned()])
         run.fit(Model(), loader())
         assert saves.paths == ["other.ckpt"]
+        assert background._process.copies.num_bytes == 0
+
+
+@on_ranks(2)
+def test_exception_waits_for_a_save_if_a_checkpoint_saves_on_exceptions(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """ModelCheckpoint does not save again after the step that is being saved."""
+    set_torchrun_environment(rank, world_size)
+    publish = durable.publish
+
+    def publish_late(partial: Path, path: Path) -> None:
+        time.sleep(0.5)
+        publish(partial, path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable, "publish", publish_late)
+        keep = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_on_exception=True)
+        run = trainer(world_size, _strategy(), tmp_path, enable_checkpointing=True, callbacks=[keep, _Fails()])
+        with pytest.raises(ZeroDivisionError):
+            run.fit(Model(), loader())
+        assert rank > 0 or [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=0-step=1.ckpt"]
+    run = trainer(world_size, _strategy(), tmp_path)
+    run.fit(Model(), loader())  # waits for the save of the run before
+    assert not background.is_writing(tmp_path / "epoch=0-step=1.ckpt")
+
+
+def _train(rank: int, world_size: int, folder: str, layout: str, is_async: bool, path: str | None) -> dict[str, Any]:
+    """Save after the second step, train on, and resume from there."""
+    set_torchrun_environment(rank, world_size)
+    options: dict[str, Any] = {"layout": layout, "async_save": is_async}
+    if layout == "pp2":
+        strategy = pipeline_strategy(layout, async_save=is_async)
+    else:
+        strategy = WeftModelParallelStrategy(plan="auto", zero_stage=1, **options)
+    model, data = (Text("adamw"), (text_loader(), text_loader(7))) if layout == "pp2" else (Model(), (loader(),))
+    callbacks = [ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)]
+    run = trainer(world_size, strategy, folder, callbacks=callbacks, enable_checkpointing=True, max_steps=4)
+    run.fit(model, *data, ckpt_path=path)
+    dist.barrier()
+    return weights(model)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+def test_shards_of_other_layouts_are_saved(tmp_path: Path, layout: str) -> None:
+    """Replicated weights with sharded optimizer states, and stages; resumed with the saved weights and states."""
+    expected = run_on_ranks(2, _train, folder=str(tmp_path / "a"), layout=layout, is_async=False, path=None)
+    found = run_on_ranks(2, _train, folder=str(tmp_path / "b"), layout=layout, is_async=True, path=None)
+    [path] = (tmp_path / "b").glob("*step=2.ckpt")
+    resumed = run_on_ranks(2, _train, folder=str(tmp_path / "c"), layout=layout, is_async=True, path=str(path))
+    [synchronous] = (tmp_path / "a").glob("*step=2.ckpt")
+    again = run_on_ranks(2, _train, folder=str(tmp_path / "d"), layout=layout, is_async=False, path=str(synchronous))
+    for one, other in ((expected, found), (again, resumed)):
+        for left, right in zip(one, other, strict=True):
+            assert_same_weights(left, right)
 
 
 @on_ranks(2)

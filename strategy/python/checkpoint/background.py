@@ -26,6 +26,7 @@ from weft.strategy.checkpoint.manifest import chunk_from_json, chunk_to_json, fi
 from weft.strategy.checkpoint.writing import Encoded, Placed
 
 _POLL_SECONDS = 0.05
+_MAX_STORED = 1 << 20  # characters of one entry of the store; a client loses its connection with one of 16 Mi
 
 
 class _Process:
@@ -186,8 +187,8 @@ class _Save:
     def _run(self) -> None:
         try:
             self._write()
-        except Exception as error:
-            self._error = error
+        except BaseException as error:
+            self._error = error if isinstance(error, Exception) else RuntimeError(repr(error))
         with self._lock:
             self.has_ended = True
             later, self._later = self._later, []
@@ -200,7 +201,7 @@ class _Save:
     def _write(self) -> None:
         try:
             placed = self._writer.write()
-        except Exception as error:
+        except BaseException as error:
             if self._rank > 0:
                 with contextlib.suppress(dist.DistError):  # the first rank has ended
                     self._report({"error": f"{type(error).__name__}: {error}"})
@@ -222,7 +223,11 @@ class _Save:
 
     def _report(self, content: dict[str, Any]) -> None:
         assert self._store is not None
-        self._store.set(str(self._rank), json.dumps(content))
+        text = json.dumps(content)
+        parts = [text[start : start + _MAX_STORED] for start in range(0, len(text), _MAX_STORED)]
+        for idx, part in enumerate(parts):
+            self._store.set(f"{self._rank}/{idx}", part)
+        self._store.set(str(self._rank), str(len(parts)))
 
     def _reports(self) -> list[dict[str, Any]]:
         """Return the reports of the other ranks, when all are there; on the first rank."""
@@ -238,9 +243,16 @@ class _Save:
                         "to a faster disk."
                     )
                 time.sleep(_POLL_SECONDS)
-            reports.append(json.loads(self._store.get(str(rank))))
-            self._store.delete_key(str(rank))
+            keys = [f"{rank}/{idx}" for idx in range(int(self._taken(str(rank))))]
+            reports.append(json.loads(b"".join(map(self._taken, keys))))
         return reports
+
+    def _taken(self, key: str) -> bytes:
+        """Return an entry of the store, and delete it."""
+        assert self._store is not None
+        value: bytes = self._store.get(key)
+        self._store.delete_key(key)
+        return value
 
 
 def _files(placed: Placed) -> dict[str, Any]:

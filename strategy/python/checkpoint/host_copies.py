@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,8 @@ _ALIGNMENT = 64  # bytes
 class HostCopies:
     """Copies tensors into one buffer in CPU memory, which grows to the largest save, and is pinned if a tensor is CUDA.
 
-    Memory of torch's own pinned allocator would be rounded up to a power of two, so CUDA pins the buffer in place.
+    torch's own allocator of pinned memory would round its size up to a power of two, so CUDA pins the buffer in place.
+    Forked processes, such as workers of a loader, do not inherit it: the kernel copies pinned memory at each fork.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,8 @@ class HostCopies:
         on_cuda = {tensor.device for tensor in tensors if tensor.is_cuda}
         # The buffer is used by later saves, which may be outside of inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            self._reserve(end, bool(on_cuda))
+            if self.num_bytes < end or (on_cuda and not self._is_pinned):
+                self._allocate(end, bool(on_cuda))
             copies = []
             for start, tensor in zip(starts, tensors, strict=True):
                 num_bytes = math.prod(tensor.shape) * tensor.dtype.itemsize
@@ -56,15 +59,19 @@ class HostCopies:
         self._is_pinned = False
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def _reserve(self, num_bytes: int, pins: bool) -> None:
-        if self.num_bytes < num_bytes:
-            self.free()
+    def _allocate(self, num_bytes: int, pins: bool) -> None:
+        self.free()
+        if not pins or num_bytes == 0:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        if pins and not self._is_pinned and self.num_bytes > 0:
-            error = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), self.num_bytes, 0)
-            if int(error) != 0:
-                raise RuntimeError(
-                    f"CUDA got {self.num_bytes} bytes of CPU memory to pin for the copies of a checkpoint, and cannot "
-                    f"(error {int(error)}); free memory, or pass async_save=False."
-                )
-            self._is_pinned = True
+            return
+        memory = mmap.mmap(-1, num_bytes)
+        if hasattr(mmap, "MADV_DONTFORK"):  # Linux
+            memory.madvise(mmap.MADV_DONTFORK)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory`
+        error = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+        if error != 0:
+            raise RuntimeError(
+                f"CUDA got {num_bytes} bytes of CPU memory to pin for the copies of a checkpoint, and cannot (error "
+                f"{error}); free memory, or pass async_save=False."
+            )
+        self._buffer, self._is_pinned = buffer, True

@@ -136,6 +136,7 @@ class ChunkWriter(StorageWriter):
         self.directory = directory
         self.values: dict[str, tuple[tuple[str | int, ...], Encoded]] = {}
         self._copy = copy
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._planned: list[_Planned] = []
         self._values: list[Tensor] = []
         self._tensors: dict[str, tuple[tuple[str | int, ...], torch.dtype, tuple[int, ...]]] = {}
@@ -163,6 +164,8 @@ class ChunkWriter(StorageWriter):
                 continue
             data, values = item.tensor_data, planner.resolve_data(item)
             assert data is not None and isinstance(values, Tensor)
+            if data.properties.dtype not in NAMES_OF_DTYPES:
+                raise _unknown_dtype(name, data.properties.dtype)
             shape, offsets = tuple(data.chunk.sizes), tuple(data.chunk.offsets)
             own_name = name if shape == tuple(data.size) else f"{name}@{','.join(map(str, offsets))}"
             dtype = data.properties.dtype
@@ -188,8 +191,7 @@ class ChunkWriter(StorageWriter):
         values, self._values = self._values, []
         if not planned:
             return Placed({}, ())
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        path = self.directory / f"rank-{rank:05}.safetensors"
+        path = self.directory / f"rank-{self._rank:05}.safetensors"
         file, chunks = write_chunks(path, [(each.name, each.blocks, each.dtype) for each in planned], values)
         placed = (dataclasses.replace(c, offsets=each.offsets) for c, each in zip(chunks, planned, strict=True))
         return Placed({path.name: file}, tuple((each.tensor, c) for each, c in zip(planned, placed, strict=True)))
@@ -207,6 +209,10 @@ class ChunkWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         return None
+
+
+def _unknown_dtype(name: str, dtype: torch.dtype) -> ValueError:
+    return ValueError(f"the checkpoint cannot store {name!r} of {dtype}; save it as another dtype.")
 
 
 def write_chunks(
@@ -230,7 +236,7 @@ def write_chunks(
             name += "_"
         taken.add(name)
         if dtype not in NAMES_OF_DTYPES:
-            raise ValueError(f"the checkpoint cannot store {wanted!r} of {dtype}; save it as another dtype.")
+            raise _unknown_dtype(wanted, dtype)
         if dtype in DTYPES:
             outputs.append(OutputTensor(name, blocks.stored_shape, dtype))
         else:

@@ -1,6 +1,6 @@
 """Two ranks of Fabric that start a save in the background, and end.
 
-Arguments: the path, and the rank that cannot write, or -1.
+Arguments: the path, and the rank that cannot write, or -1. That rank has another hook for uncaught exceptions.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if __name__ == "__main__":
     fabric.launch()
     if fabric.global_rank == failing:
         ChunkWriter.write = fail
+        sys.excepthook = sys.__excepthook__
     model = fabric.setup(FeedForward())
     fabric.save(path, {"model": model, "step": 1})
     print("ended", flush=True)
