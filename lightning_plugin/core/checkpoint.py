@@ -2,8 +2,8 @@
 
 `weft.strategy.checkpoint` writes and reads directories. The keys of the sharded state are "model" and "optimizer_0",
 ... (not "state_dict", the model's key in directories of Lightning's ModelParallelStrategy); under Fabric, they are the
-keys of the user's state. An optimizer without state is saved with the other entries, because
-torch.distributed.checkpoint drops empty dictionaries.
+keys of the user's state. A Trainer's directory also has "random_states". An optimizer without state is saved with the
+other entries, because torch.distributed.checkpoint drops empty dictionaries.
 
 All ranks must call the functions that save or load, except `write_file`.
 """
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from weft._plugin.optimizer_state import FullModel, load_sharded_state, load_state, rekey_by_name
+from weft._plugin.random_states import RandomStates
 from weft._plugin.saves import join_at_exit
 from weft.strategy import checkpoint as directories
 from weft.strategy import durable
@@ -48,17 +49,20 @@ def save_directory(
     pipeline_group: dist.ProcessGroup | None = None,
     about: dict[str, Any] | None = None,
     background_seconds: float | None = None,
+    random_states: RandomStates | None = None,
 ) -> None:
     """Write a Trainer's `checkpoint`, in which "state_dict" and "optimizer_states" hold DTensors, as a directory.
 
-    `pipeline_group`: the ranks that hold the stages of the model; None: the model has no stages. See `write_directory`.
+    `pipeline_group`: the ranks that hold the stages of the model; None: the model has no stages. `random_states` are
+    saved with the optimizers, not with weights only. See `write_directory`.
     """
     rest = dict(checkpoint)
     states = rest.pop("optimizer_states", [])
     optimizers = {optimizer_key(idx): state for idx, state in enumerate(states)}
-    write_directory(
-        {"model": rest.pop("state_dict")}, optimizers, rest, path, pipeline_group, about, background_seconds
-    )
+    models = {"model": rest.pop("state_dict")}
+    if optimizers and random_states is not None:
+        models |= random_states.to_save()
+    write_directory(models, optimizers, rest, path, pipeline_group, about, background_seconds)
 
 
 def write_directory(
@@ -142,10 +146,13 @@ def load_directory(
     weights_only: bool | None,
     full_model: FullModel | None = None,
     allow_pickle: bool = False,
+    random_states: RandomStates | None = None,
 ) -> dict[str, Any]:
     """Load a directory of shards, saved by any number of ranks, into the model and the optimizers.
 
-    `full_model`: describes the model of all stages; None: the model has no stages.
+    Args:
+        full_model: describes the model of all stages; None: the model has no stages.
+        random_states: restores the states of random generators, if the checkpoint has them.
 
     Returns the other entries, without the optimizers that were loaded from them.
     """
@@ -157,7 +164,10 @@ def load_directory(
         prefix = f"{model_key}."
         names = (name.removeprefix(prefix) for name in saved if name.startswith(prefix))
         _check_names(path, names, _names_of_all_stages(target[model_key], full_model))
-    checkpoint.load(target, allow_partial=not strict)
+    of_generators = {} if random_states is None else random_states.to_load(checkpoint.metadata)
+    checkpoint.load({**target, **of_generators}, allow_partial=not strict)
+    if random_states is not None:
+        random_states.loaded(of_generators)
     model.load_state_dict(target[model_key], strict=strict)
     for idx, optimizer in enumerate(optimizers):
         if not load_optimizer_of_directory(checkpoint, optimizer_key(idx), model, optimizer, rest):

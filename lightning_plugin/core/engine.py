@@ -32,6 +32,7 @@ from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS
 from weft._plugin.options import Options, check_joined_weights, check_rows_on_one_data_rank, resolve_sizes
 from weft._plugin.parameter_replacements import ParameterReplacements
 from weft._plugin.process_group import check_world_size
+from weft._plugin.random_states import RandomStates
 from weft._plugin.replicas import broadcast_random_state, broadcast_values, random_state_of_first_rank
 from weft._plugin.stages import Stages
 from weft._plugin.start_summary import StartSummary
@@ -85,6 +86,7 @@ class Engine:
         self.first_gradients = FirstGradients(self)
         self.in_backward = InBackwardSteps(self)
         self.memory_watch = MemoryWatch()
+        self.random_states = RandomStates(self)
         self.replacements = ParameterReplacements()
         self.start_summary = StartSummary(self)
         self._data_axes: DataAxes | None = None

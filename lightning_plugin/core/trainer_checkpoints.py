@@ -39,7 +39,8 @@ def save(
     stages = None if engine.pipeline is None else engine.stages.group
     path = Path(strategy.broadcast(filepath))
     in_background = in_background and may_run_in_background(strategy.lightning_module.trainer, path)
-    save_directory(checkpoint, path, stages, engine.about(), report_seconds(strategy) if in_background else None)
+    seconds = report_seconds(strategy) if in_background else None
+    save_directory(checkpoint, path, stages, engine.about(), seconds, engine.random_states)
     engine.console.log_once(DIRECTORY_NOTE)
 
 
@@ -60,5 +61,6 @@ def load(
     arguments = (path, strategy.model, optimizers, strict, weights_only, full_model)
     with torch.no_grad():
         if strategy.broadcast(path.is_dir()):  # the same on all ranks, also if the file system is late on some
-            return load_directory(*arguments, allow_pickle=engine.options.allow_pickle)
+            random_states = engine.random_states if strategy.lightning_module.trainer.state.fn == "fit" else None
+            return load_directory(*arguments, engine.options.allow_pickle, random_states)
         return load_file(*arguments)

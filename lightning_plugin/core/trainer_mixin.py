@@ -239,6 +239,19 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             vars(self.precision_plugin).pop(name, None)
         super().teardown()
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before the first step of a resumed run, restore random states, and count an epoch that Lightning does not.
+
+        Lightning 2.6 does not count the epoch with which a run begins that resumes at the end of an epoch. A checkpoint
+        within it would then resume at its start.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        progress = self.lightning_module.trainer.fit_loop.epoch_progress
+        if progress.current.ready == progress.current.processed:
+            progress.increment_ready()
+            progress.increment_started()
+        self._engine.random_states.begin_step(batch_idx)
+
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
