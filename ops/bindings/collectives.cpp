@@ -109,10 +109,30 @@ void exit_after(std::chrono::duration<double> delay, int status) {
   }).detach();
 }
 
+py::list flight_log() {
+  py::list result;
+  for (const ops::LoggedCall& each : ops::flight_log()) {
+    py::dict row;
+    row["group"] = each.group_name;
+    row["ranks"] = each.global_ranks;
+    row["sequence"] = each.sequence;
+    row["call"] = each.call;
+    row["bytes"] = each.num_bytes;
+    row["state"] = each.state;
+    row["begin"] = each.begin;
+    row["end"] = each.end;
+    result.append(row);
+  }
+  return result;
+}
+
 PYBIND11_MODULE(_collectives, m) {
   m.def("set_error_classes", &set_error_classes);
   m.def("make_backend", &make_backend);
   m.def("exit_after", &exit_after, py::arg("delay"), py::arg("status"));
+  m.def("flight_log", &flight_log);
+  m.def("failure_of_groups", &ops::failure_of_groups, py::call_guard<py::gil_scoped_release>());
+  m.def("seconds_waited", &ops::seconds_waited);
   m.def("leave_all_groups", &ops::leave_all_groups, py::call_guard<py::gil_scoped_release>());
   m.def("link_pipeline", &ops::link_pipeline, py::call_guard<py::gil_scoped_release>());
   m.def("pipeline_link_device", &ops::pipeline_link_device);

@@ -27,6 +27,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "GroupAbortedError",
     "PeerLostError",
+    "seconds_waited",
 ]
 
 
@@ -52,6 +53,15 @@ class GroupAbortedError(CollectiveError):
     Also raised if a rank destroys the group before an operation is done, or if a rank cannot create the group because
     it cannot open the shared memory, read the store or create the transport.
     """
+
+
+def seconds_waited() -> float:
+    """Return the seconds that this thread has spent in `wait` of works of this backend, since it started.
+
+    Operators of weft, functional collectives and synchronous calls wait, too. The seconds include those in which the
+    thread moved and reduced data. Waits through futures do not count, such as those of DistributedDataParallel.
+    """
+    return _collectives.seconds_waited()
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backend:

@@ -6,6 +6,7 @@
 #include "message_checks.h"
 #include "multi_host_group.h"
 #include "raise.h"
+#include "work.h"
 
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -53,6 +54,14 @@ class LiveGroups {
     const std::lock_guard lock(mutex_);
     std::erase_if(groups_, [](const auto& each) { return each.expired(); });
     groups_.push_back(group);
+  }
+
+  // The first failure that is found, or null.
+  std::exception_ptr failure() {
+    for (const auto& group : live_groups()) {
+      if (auto error = group->failure()) return error;
+    }
+    return nullptr;
   }
 
   void leave_all() {
@@ -113,6 +122,17 @@ std::shared_ptr<Group> join(const c10::intrusive_ptr<c10d::Store>& store,
   }
 }
 
+std::shared_ptr<const FlightLog::GroupFacts> facts_of(const ops::BackendOptions& options,
+                                                      int size) {
+  FlightLog::GroupFacts facts{options.group_name, {}};
+  const auto& global_ranks = options.global_ranks_in_group;
+  for (size_t rank = 0; rank < static_cast<size_t>(size); ++rank) {
+    facts.global_ranks.push_back(
+        static_cast<int>(global_ranks.empty() ? rank : global_ranks.at(rank)));
+  }
+  return std::make_shared<const FlightLog::GroupFacts>(std::move(facts));
+}
+
 }  // namespace
 
 WeftBackend::WeftBackend(const c10::intrusive_ptr<c10d::Store>& store,
@@ -121,7 +141,8 @@ WeftBackend::WeftBackend(const c10::intrusive_ptr<c10d::Store>& store,
                          c10::intrusive_ptr<ops::BackendOptions> options)
     : Backend(rank, size),
       options_(std::move(options)),
-      group_(join(store, rank, size, *options_)) {}
+      group_(join(store, rank, size, *options_)),
+      group_facts_(facts_of(*options_, size)) {}
 
 // Works may keep the group alive; this rank leaves the group nevertheless.
 WeftBackend::~WeftBackend() { group_->leave(); }
@@ -243,6 +264,40 @@ c10::intrusive_ptr<c10d::ProcessGroup> make_group(const std::string& name,
 std::size_t shared_memory_bytes() {
   return collectives::LiveGroups::instance().own_resident_bytes();
 }
+
+std::vector<LoggedCall> flight_log() {
+  using Log = collectives::FlightLog;
+  const auto seconds = [](Log::Time time) {
+    return std::chrono::duration<double>(time.time_since_epoch()).count();
+  };
+  std::vector<LoggedCall> result;
+  for (const Log::Entry& entry : Log::instance().entries()) {
+    const bool is_over = entry.state != Log::State::kStarted;
+    result.push_back({entry.call.group->name,
+                      entry.call.group->global_ranks,
+                      entry.call.sequence,
+                      entry.call.describe(),
+                      entry.call.num_bytes,
+                      !is_over                           ? "started"
+                      : entry.state == Log::State::kDone ? "done"
+                                                         : "failed",
+                      seconds(entry.begin),
+                      is_over ? std::optional(seconds(entry.end)) : std::nullopt});
+  }
+  return result;
+}
+
+std::string failure_of_groups() {
+  const std::exception_ptr failure = collectives::LiveGroups::instance().failure();
+  if (failure == nullptr) return "";
+  try {
+    std::rethrow_exception(failure);
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+double seconds_waited() { return collectives::seconds_waited_by_thread(); }
 
 void leave_all_groups() {
   stop_copy_threads();

@@ -1,6 +1,8 @@
 #pragma once
 
 #include "all_reduce_from_writer.h"
+#include "completion_hooks.h"
+#include "flight_log.h"
 #include "group.h"
 #include "messages.h"
 #include "tensors.h"
@@ -39,6 +41,13 @@ class WeftBackend final : public c10d::Backend {
                                     const std::vector<int>& ranks,
                                     const c10::intrusive_ptr<Options>& opts) override;
   c10d::ErrorType getError() override;
+#if WEFT_HAS_COMPLETION_HOOKS
+  bool supportsCompletionHooks() const override { return true; }
+  void registerCompletionHook(int64_t hook_id, c10d::CompletionHook hook) override {
+    completion_hooks_->add(hook_id, std::move(hook));
+  }
+  void unregisterCompletionHook(int64_t hook_id) override { completion_hooks_->remove(hook_id); }
+#endif
   // Fails the group on every rank with a CollectiveMismatchError whose message is `text`.
   void fail_with_mismatch(const std::string& text) { group_->fail_with_mismatch(text); }
   void abort() override;
@@ -96,6 +105,7 @@ class WeftBackend final : public c10d::Backend {
   struct Step {
     OperationPtr operation;
     std::shared_ptr<TensorPack> pack;
+    SignatureHeader header{};  // of a collective
   };
   struct Call {
     c10d::OpType op_type;
@@ -118,7 +128,8 @@ class WeftBackend final : public c10d::Backend {
             CoalescedPosition position = {0, 1}) const {
     call.header.position = static_cast<int32_t>(position.index);
     call.header.num_coalesced = static_cast<int32_t>(position.num_tensors);
-    return {group_->make(std::move(call)), std::move(pack)};
+    const SignatureHeader header = call.header;
+    return {group_->make(std::move(call)), std::move(pack), header};
   }
   WorkPtr start(const Call& call,
                 const std::vector<Step>& steps,
@@ -137,6 +148,8 @@ class WeftBackend final : public c10d::Backend {
                            const at::Tensor& input,
                            const c10d::ReduceOp& op,
                            CoalescedPosition position = {0, 1}) const;
+  // The entry of the log for a call with these steps.
+  FlightLog::Call logged_call(const std::vector<Step>& steps, uint64_t sequence) const;
   WorkPtr message(Message::Direction direction, Tensors& tensors, int peer, int tag);
   // Returns the list with a tensor per rank on the root, an empty list on other ranks.
   Tensors list_on_root(std::string_view op, const std::vector<Tensors>& lists, int root) const;
@@ -145,6 +158,8 @@ class WeftBackend final : public c10d::Backend {
 
   const c10::intrusive_ptr<ops::BackendOptions> options_;
   const std::shared_ptr<Group> group_;
+  const std::shared_ptr<const FlightLog::GroupFacts> group_facts_;
+  const std::shared_ptr<CompletionHooks> completion_hooks_ = std::make_shared<CompletionHooks>();
   std::atomic<uint64_t> num_collectives_{0};
 };
 

@@ -58,9 +58,16 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
   // ranks make.
   const bool is_message = call.op_type == OpType::SEND || call.op_type == OpType::RECV ||
                           call.op_type == OpType::RECVANYSOURCE;
-  if (!is_message) ++num_collectives_;
-  auto work = c10::make_intrusive<CollectiveWork>(
-      group_, getRank(), call.op_type, call.title, inputs, std::move(outputs));
+  const uint64_t sequence = is_message ? 0 : ++num_collectives_;
+  const uint64_t log_id = FlightLog::instance().begin(logged_call(steps, sequence));
+  auto work = c10::make_intrusive<CollectiveWork>(group_,
+                                                  getRank(),
+                                                  call.op_type,
+                                                  call.title,
+                                                  inputs,
+                                                  std::move(outputs),
+                                                  completion_hooks_,
+                                                  log_id);
   for (const Step& step : steps) {
     step.operation->on_done = [pack = step.pack](const std::exception_ptr& error) {
       if (error == nullptr && pack) pack->copy_back();
@@ -77,9 +84,33 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
       }
     }
   } catch (const CollectiveError&) {
+    FlightLog::instance().end(log_id, FlightLog::State::kFailed);
     raise(std::current_exception());
+  } catch (...) {
+    FlightLog::instance().end(log_id, FlightLog::State::kFailed);
+    throw;
   }
   return work;
+}
+
+FlightLog::Call WeftBackend::logged_call(const std::vector<Step>& steps, uint64_t sequence) const {
+  FlightLog::Call logged;
+  logged.group = group_facts_;
+  logged.sequence = sequence;
+  if (sequence > 0) {
+    if (!steps.empty()) logged.header = steps.front().header;
+    for (const Step& each : steps) {
+      logged.num_bytes +=
+          static_cast<uint64_t>(each.header.num_elements) * size_of(each.header.dtype);
+    }
+    return logged;
+  }
+  const auto& message = static_cast<const Message&>(*steps.front().operation);
+  logged.direction = message.direction;
+  logged.peer = message.peer;
+  logged.tag = message.tag;
+  logged.num_bytes = message.num_bytes();
+  return logged;
 }
 
 WeftBackend::WorkPtr WeftBackend::barrier(const c10d::BarrierOptions& opts) {

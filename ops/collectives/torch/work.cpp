@@ -1,12 +1,12 @@
 #include "work.h"
 
+#include "flight_log.h"
 #include "fork_guard.h"
 #include "raise.h"
 #include "task_threads.h"
 
 #include <ATen/core/ivalue.h>
 
-#include <algorithm>
 #include <utility>
 
 namespace weft::collectives {
@@ -27,19 +27,47 @@ void complete_on_task_thread(std::function<void()> complete) {
   threads->run(std::move(complete));
 }
 
+thread_local double waited_seconds = 0;
+thread_local bool is_waiting = false;
+
+// Adds its lifetime to waited_seconds, unless another one of this thread does.
+class Waiting {
+ public:
+  Waiting()
+      : is_outermost_(!std::exchange(is_waiting, true)), start_(std::chrono::steady_clock::now()) {}
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+  ~Waiting() {
+    if (!is_outermost_) return;
+    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start_;
+    waited_seconds += waited.count();
+    is_waiting = false;
+  }
+
+ private:
+  const bool is_outermost_;
+  const std::chrono::steady_clock::time_point start_;
+};
+
 }  // namespace
+
+double seconds_waited_by_thread() { return waited_seconds; }
 
 CollectiveWork::CollectiveWork(std::shared_ptr<Group> group,
                                int rank,
                                c10d::OpType op_type,
                                const char* title,
                                const std::vector<at::Tensor>& inputs,
-                               std::vector<at::Tensor> outputs)
+                               std::vector<at::Tensor> outputs,
+                               std::shared_ptr<const CompletionHooks> hooks,
+                               uint64_t log_id)
     : Work(rank, op_type, title, inputs),
       group_(std::move(group)),
       completion_(std::make_shared<Completion>()) {
   completion_->outputs = std::move(outputs);
   completion_->end_of_profile = recordFunctionEndCallback_;
+  completion_->hooks = std::move(hooks);
+  completion_->log_id = log_id;
 }
 
 void CollectiveWork::add(const OperationPtr& operation) {
@@ -62,6 +90,13 @@ void CollectiveWork::on_operation_done(const std::shared_ptr<Completion>& comple
   const std::lock_guard lock(completion->mutex);
   if (completion->error == nullptr) completion->error = operation_error;
   if (--completion->num_unfinished > 0) return;
+  const bool is_done = completion->error == nullptr;
+  FlightLog::instance().end(completion->log_id,
+                            is_done ? FlightLog::State::kDone : FlightLog::State::kFailed);
+  if (is_done) {
+    completion->hooks->call(completion->log_id,
+                            std::chrono::steady_clock::now() - completion->begin);
+  }
   if (completion->end_of_profile) std::exchange(completion->end_of_profile, nullptr)();
   if (!completion->future) return;
   complete_on_task_thread(
@@ -76,15 +111,16 @@ void CollectiveWork::Completion::complete(c10::ivalue::Future& to_complete) cons
   }
 }
 
+// True from the calls of the completion hooks on: a hook that is not called for a work because it
+// is registered too late sees that the work is done.
 bool CollectiveWork::is_done() const {
-  return std::ranges::all_of(operations_, [](const auto& each) { return each->is_done(); });
+  const std::lock_guard lock(completion_->mutex);
+  return completion_->num_unfinished == 0;
 }
 
 std::exception_ptr CollectiveWork::first_error() const {
-  for (const OperationPtr& operation : operations_) {
-    if (operation->is_done() && operation->error() != nullptr) return operation->error();
-  }
-  return nullptr;
+  const std::lock_guard lock(completion_->mutex);
+  return completion_->error;
 }
 
 bool CollectiveWork::isCompleted() {
@@ -104,6 +140,7 @@ int CollectiveWork::sourceRank() const {
 }
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
+  const Waiting waiting;
   for (const OperationPtr& operation : operations_) group_->wait(*operation, timeout);
   // Another thread completes the future, which the caller may read next.
   c10::intrusive_ptr<c10::ivalue::Future> future;

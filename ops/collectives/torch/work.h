@@ -2,6 +2,7 @@
 
 // c10d's handle for a call in flight.
 
+#include "completion_hooks.h"
 #include "group.h"
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -12,17 +13,25 @@
 
 namespace weft::collectives {
 
+// The seconds that this thread has spent in CollectiveWork::wait, which are those that the other
+// ranks kept it waiting and those in which it moved and reduced data. A callback that waits inside
+// of wait() does not count twice.
+double seconds_waited_by_thread();
+
 // One or several operations of one call. The group carries them out even if no thread waits.
 // Exception: in a group on one host, operations submitted without `in_background`.
 class CollectiveWork final : public c10d::Work {
  public:
-  // title: for the profiler. outputs: the value of result() and of the future.
+  // title: for the profiler. outputs: the value of result() and of the future. log_id: of the call
+  // in the FlightLog.
   CollectiveWork(std::shared_ptr<Group> group,
                  int rank,
                  c10d::OpType op_type,
                  const char* title,
                  const std::vector<at::Tensor>& inputs,
-                 std::vector<at::Tensor> outputs);
+                 std::vector<at::Tensor> outputs,
+                 std::shared_ptr<const CompletionHooks> hooks,
+                 uint64_t log_id);
 
   // Call it once for each operation, before any of them is submitted: extends the operation's
   // on_done.
@@ -38,6 +47,9 @@ class CollectiveWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+#if WEFT_HAS_COMPLETION_HOOKS
+  uint64_t getCompletionKey() const override { return completion_->log_id; }
+#endif
 
  private:
   // Outlives the work: a call completes even if its work is dropped.
@@ -48,6 +60,9 @@ class CollectiveWork final : public c10d::Work {
     std::vector<at::Tensor> outputs;
     c10::intrusive_ptr<c10::ivalue::Future> future;
     std::function<void()> end_of_profile;
+    std::shared_ptr<const CompletionHooks> hooks;
+    uint64_t log_id = 0;  // of the call in the FlightLog
+    std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
 
     // REQUIRES: num_unfinished == 0.
     void complete(c10::ivalue::Future& to_complete) const;

@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -76,6 +77,30 @@ WEFT_OPS_API c10::intrusive_ptr<c10d::Backend> make_backend(
 
 // Returns the resident bytes of the shared memory that this process writes to, over all its groups.
 WEFT_OPS_API std::size_t shared_memory_bytes();
+
+// A call of a collective, or a message, in a group of this process.
+struct LoggedCall {
+  std::string group_name;
+  std::vector<int> global_ranks;  // by rank of the group
+  std::uint64_t sequence;         // of the group's collectives, from 1; 0: a message
+  std::string call;               // "all_reduce(sum, float32 [4])", "send(to rank 1, tag 0)"
+  std::uint64_t num_bytes;        // of this rank's input tensors, or of the message
+  std::string state;              // "started", "done" or "failed"
+  double begin;                   // in seconds since 1970
+  std::optional<double> end;      // the same; unless "started"
+};
+
+// Returns the newest calls of this process in all its groups, at most 512, the oldest first.
+WEFT_OPS_API std::vector<LoggedCall> flight_log();
+
+// Returns the text of the failure of a group that this process has not left, or "". A group fails
+// on all ranks, also on those that make no call.
+WEFT_OPS_API std::string failure_of_groups();
+
+// Returns the seconds that the calling thread has waited for collectives and messages of all
+// groups, which include the time in which it moved and reduced data. Waits through futures do not
+// count.
+WEFT_OPS_API double seconds_waited();
 
 // Announces to the peers of all groups that this process exits. A program that keeps its groups
 // until it exits must call this function before it exits.
