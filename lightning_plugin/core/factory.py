@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft._plugin.fabric_mixin import FabricMixin
+from weft._plugin.health_monitor import HealthMixin
 from weft._plugin.memory_monitor import MemoryMixin
 from weft._plugin.preemption import PreemptionMixin
 from weft._plugin.pretrained_checkpoint import PretrainedCheckpointMixin
@@ -26,6 +27,7 @@ CLASS_NAME = "WeftModelParallelStrategy"
 CALLBACKS: dict[str, type] = {
     "ThroughputMonitor": ThroughputMixin,
     "MemoryMonitor": MemoryMixin,
+    "HealthMonitor": HealthMixin,
     "Preemption": PreemptionMixin,
     "PretrainedCheckpoint": PretrainedCheckpointMixin,
 }

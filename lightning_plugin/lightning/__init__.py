@@ -16,10 +16,12 @@ _FLAVOUR = factory.LIGHTNING_TRAINER if factory.LIGHTNING_TRAINER.is_installed e
 WeftModelParallelStrategy = factory.strategy_class(_FLAVOUR)
 ThroughputMonitor = factory.callback_class(_FLAVOUR, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(_FLAVOUR, "MemoryMonitor")
+HealthMonitor = factory.callback_class(_FLAVOUR, "HealthMonitor")
 Preemption = factory.callback_class(_FLAVOUR, "Preemption")
 PretrainedCheckpoint = factory.callback_class(_FLAVOUR, "PretrainedCheckpoint")
 
 __all__ = [
+    "HealthMonitor",
     "MemoryMonitor",
     "Preemption",
     "PretrainedCheckpoint",

@@ -11,10 +11,12 @@ factory.register_installed()
 WeftModelParallelStrategy = factory.strategy_class(factory.PYTORCH_LIGHTNING)
 ThroughputMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "MemoryMonitor")
+HealthMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "HealthMonitor")
 Preemption = factory.callback_class(factory.PYTORCH_LIGHTNING, "Preemption")
 PretrainedCheckpoint = factory.callback_class(factory.PYTORCH_LIGHTNING, "PretrainedCheckpoint")
 
 __all__ = [
+    "HealthMonitor",
     "MemoryMonitor",
     "Preemption",
     "PretrainedCheckpoint",

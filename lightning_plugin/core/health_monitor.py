@@ -1,0 +1,163 @@
+"""The mixin of HealthMonitor, a callback that finds slow ranks; `factory.py` adds the base class."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import collectives
+from weft._plugin.console import Console
+from weft._plugin.meshes import PIPELINE_AXIS
+from weft._plugin.monitors import check_at_least_one, log, num_steps
+from weft._plugin.step_times import StepTimer, StepTimes, compares_stages, excesses, is_slow
+from weft._plugin.strategy_mixin import StrategyMixin
+
+
+class HealthMixin:
+    """Logs the time of a step, split into computing, loading and waiting for other ranks; warns of slow ranks.
+
+    Every `every_n_steps` optimizer steps, all ranks exchange four numbers and log, in seconds per step, as means over
+    the steps since the last exchange, without validation:
+
+    - "health/step_seconds": the maximum over the ranks,
+    - "health/loader_seconds_max": between two batches: the loader, and callbacks such as ModelCheckpoint,
+    - "health/wait_seconds_min" and "health/wait_seconds_max": blocked in communication of the backend `weft`,
+    - "health/compute_seconds_max": the rest,
+    - "health/slowest_rank": the global rank whose loading and computing exceed the median of the ranks of its pipeline
+      stage most; and "health/num_slow_ranks".
+
+    If steps would be `threshold` times as fast without the excess of a rank, global rank 0 warns, and names the rank.
+
+    On CUDA, and with other backends such as gloo, waiting is not measured, and only loading is compared: the host runs
+    ahead of the device, and its waits say nothing about the device's.
+
+    Args:
+        every_n_steps: the optimizer steps between two exchanges. The first step of a run is not measured.
+        threshold: above 1.
+    """
+
+    _clock = staticmethod(time.perf_counter)
+    _seconds_waited = staticmethod(collectives.seconds_waited)
+
+    def __init__(self, every_n_steps: int = 50, threshold: float = 1.2) -> None:
+        super().__init__()
+        check_at_least_one("HealthMonitor", "every_n_steps", every_n_steps)
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 1 < threshold < math.inf:
+            raise ValueError(f"HealthMonitor got threshold={threshold!r}; pass a ratio above 1, such as 1.2.")
+        self._every_n_steps = every_n_steps
+        self._threshold = threshold
+        self._timer: StepTimer | None = None  # None: before the end of the first step
+        self._step = self._first_step = 0
+        self._rows: list[StepTimes] = []
+
+    def table(self) -> list[dict[str, float]]:
+        """Return a row for each rank, as of the last exchange, the same on all ranks.
+
+        Each row has "rank", "stage", and in seconds per step "step", "loader" and, where waiting is measured,
+        "wait" and "compute".
+
+        Raises:
+            RuntimeError: the ranks have not exchanged times yet.
+        """
+        if not self._rows:
+            raise RuntimeError(
+                f"HealthMonitor has no times yet; call table() after a run of more than {self._every_n_steps} steps."
+            )
+        table = []
+        for row in self._rows:
+            times = {"rank": row.rank, "stage": row.stage, "step": row.step, "loader": row.loading}
+            table.append(times | ({"wait": row.waiting, "compute": row.computing} if row.is_split else {}))
+        return table
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not isinstance(trainer.strategy, StrategyMixin):
+            name = type(trainer.strategy).__name__
+            raise TypeError(f"HealthMonitor got a Trainer with a {name}; pass strategy='weft'.")
+        self._timer = None
+        self._step = num_steps(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._timer is not None:
+            self._timer.batch_begins()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After the first step, begin to measure; every `every_n_steps`, exchange the times."""
+        if self._timer is not None:
+            self._timer.batch_ends()
+        before, self._step = self._step, num_steps(trainer, pl_module)
+        if self._step == before:
+            return
+        if self._timer is None:
+            self._timer = StepTimer(self._clock, self._seconds_waited)
+        elif self._step % self._every_n_steps == 0:
+            self._check(trainer, self._timer)
+        else:
+            return
+        self._first_step = self._step
+        self._timer.restart()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._timer is not None:
+            self._timer.pause()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._timer is not None:
+            self._timer.resume()
+
+    def _check(self, trainer: Any, timer: StepTimer) -> None:
+        self._rows = rows = _gather(timer.means(self._step - self._first_step), trainer.strategy)
+        excess = excesses(rows)
+        slow = [row for row, each in zip(rows, excess, strict=True) if is_slow(row, each, self._threshold)]
+        metrics: dict[str, float] = {
+            "health/step_seconds": max(row.step for row in rows),
+            "health/loader_seconds_max": max(row.loading for row in rows),
+        }
+        if rows[0].is_split:
+            metrics |= {
+                "health/wait_seconds_min": min(row.waiting for row in rows),
+                "health/wait_seconds_max": max(row.waiting for row in rows),
+                "health/compute_seconds_max": max(row.computing for row in rows),
+            }
+        metrics |= {"health/slowest_rank": excess.index(max(excess)), "health/num_slow_ranks": len(slow)}
+        log(trainer, metrics, self._step)
+        if slow:
+            Console(trainer.strategy.fabric_module).warn(self._warning(rows, slow))
+
+    def _warning(self, rows: list[StepTimes], slow: list[StepTimes]) -> str:
+        text = f"weft: in steps {self._first_step + 1} to {self._step}, " + "; ".join(_describe(row) for row in slow)
+        within = "of its pipeline stage " if compares_stages(rows) and len({row.stage for row in rows}) > 1 else ""
+        text += f"; the median of the ranks {within}is lower, and other ranks wait."
+        if not compares_stages(rows) and len(rows) > 1 and rows[0].stage != rows[-1].stage:
+            text += " Each pipeline stage has one rank: the stages may be unequal."
+        return text
+
+
+def _describe(row: StepTimes) -> str:
+    """Return "rank 1 spends 62.0 ms computing and 0.1 ms between batches of 63.0 ms per step"."""
+    computing = f"{1e3 * row.computing:.1f} ms computing and " if row.is_split else ""
+    parts = f"{computing}{1e3 * row.loading:.1f} ms between batches"
+    return f"rank {row.rank} spends {parts} of {1e3 * row.step:.1f} ms per step"
+
+
+def _gather(means: tuple[float, float, float], strategy: Any) -> list[StepTimes]:
+    """Return each rank's row, by global rank; collective over the default group."""
+    step, loading, waiting = means
+    mesh = strategy.device_mesh
+    stage = mesh.get_local_rank(PIPELINE_AXIS) if PIPELINE_AXIS in (mesh.mesh_dim_names or ()) else 0
+    if not _measures_waiting(strategy.root_device):
+        waiting = math.nan
+    local = torch.tensor([stage, step, loading, waiting], dtype=torch.float64, device=strategy.root_device)
+    gathered = [local]
+    if dist.get_world_size() > 1:
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, local)
+    rows = [values.tolist() for values in gathered]
+    return [StepTimes(rank, int(each[0]), *each[1:]) for rank, each in enumerate(rows)]
+
+
+def _measures_waiting(device: torch.device) -> bool:
+    return device.type == "cpu" and "cpu:weft" in dist.get_backend_config().split(",")
