@@ -1,9 +1,11 @@
-"""The mixin of HealthMonitor, a callback that finds slow ranks; `factory.py` adds the base class."""
+"""The mixin of HealthMonitor, a callback that finds slow ranks and records hangs; `factory.py` adds the base class."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from weft import collectives
 from weft._plugin.console import Console
+from weft._plugin.flight_watch import FlightWatch
 from weft._plugin.meshes import PIPELINE_AXIS
 from weft._plugin.monitors import check_at_least_one, log, num_steps
 from weft._plugin.step_times import StepTimer, StepTimes, compares_stages, excesses, is_slow
@@ -35,21 +38,29 @@ class HealthMixin:
     On CUDA, and with other backends such as gloo, waiting is not measured, and only loading is compared: the host runs
     ahead of the device, and its waits say nothing about the device's.
 
+    If a group of the backend `weft` fails, for example because a rank does not answer within the timeout, each rank
+    that runs writes its newest 512 calls and its Python stacks to a file in `record_dir`: see `weft.flight`.
+
     Args:
         every_n_steps: the optimizer steps between two exchanges. The first step of a run is not measured.
         threshold: above 1.
+        record_dir: the directory for flight records, which all ranks can write to; None: no records.
     """
 
     _clock = staticmethod(time.perf_counter)
     _seconds_waited = staticmethod(collectives.seconds_waited)
 
-    def __init__(self, every_n_steps: int = 50, threshold: float = 1.2) -> None:
+    def __init__(
+        self, every_n_steps: int = 50, threshold: float = 1.2, record_dir: str | os.PathLike[str] | None = None
+    ) -> None:
         super().__init__()
         check_at_least_one("HealthMonitor", "every_n_steps", every_n_steps)
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 1 < threshold < math.inf:
             raise ValueError(f"HealthMonitor got threshold={threshold!r}; pass a ratio above 1, such as 1.2.")
         self._every_n_steps = every_n_steps
         self._threshold = threshold
+        self._record_dir = None if record_dir is None else Path(record_dir)
+        self._watch: FlightWatch | None = None
         self._timer: StepTimer | None = None  # None: before the end of the first step
         self._step = self._first_step = 0
         self._rows: list[StepTimes] = []
@@ -72,6 +83,20 @@ class HealthMixin:
             times = {"rank": row.rank, "stage": row.stage, "step": row.step, "loader": row.loading}
             table.append(times | ({"wait": row.waiting, "compute": row.computing} if row.is_split else {}))
         return table
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._record_dir is not None and self._watch is None:
+            self._watch = FlightWatch(self._record_dir, trainer.global_rank, trainer.world_size)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self._watch is not None:
+            self._watch.record(exception)
+        self.teardown(trainer, pl_module, "")
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if not isinstance(trainer.strategy, StrategyMixin):

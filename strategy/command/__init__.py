@@ -1,6 +1,6 @@
 """The command `weft`: `weft estimate` predicts memory, `weft compare` compares sharded with unsharded training,
 `weft convert` writes the model of a checkpoint in the layout of Hugging Face, `weft verify` compares the checksums of a
-checkpoint, and `weft inspect` prints its content.
+checkpoint, `weft inspect` prints its content, and `weft flight` compares the ranks' records of a failed run.
 
 The command is in a separate package because importing `weft` loads torch and the operators, unless `needs_operators`
 is False here. `weft estimate` sets it to False: models that the C++ memory model supports need neither.
@@ -32,6 +32,7 @@ def main() -> int:
     _add_compare(commands)
     _add_convert(commands)
     _add_verify_and_inspect(commands)
+    _add_flight(commands)
     args = parser.parse_args()
     runs = {
         "estimate": _estimate,
@@ -39,6 +40,7 @@ def main() -> int:
         "convert": _convert,
         "verify": _verify,
         "inspect": _inspect,
+        "flight": _flight,
     }
     run = runs[args.command]
     return run(args)
@@ -172,4 +174,27 @@ def _inspect(args: argparse.Namespace) -> int:
         print(f"weft inspect: {error}", file=sys.stderr)
         return 2
     print(json.dumps(contents.to_dict(), indent=2) if args.json else contents)
+    return 0
+
+
+def _add_flight(commands: Any) -> None:
+    flight = commands.add_parser(
+        "flight",
+        help="compare the flight records of a failed run, print the ranks that are missing in a call, draw the calls",
+        description="Exit status: 0, or 2 if there are no records or a record cannot be read.",
+    )
+    flight.add_argument("directory", metavar="DIRECTORY", help="the record_dir of HealthMonitor")
+    flight.add_argument("--svg", metavar="FILE", help="the drawing (default DIRECTORY/flight.svg)")
+
+
+def _flight(args: argparse.Namespace) -> int:
+    module = importlib.import_module("weft.flight_report")
+    path = Path(args.directory, "flight.svg") if args.svg is None else Path(args.svg)
+    try:
+        print(module.report(args.directory))
+        module.draw(args.directory, path)
+    except (OSError, ValueError) as error:
+        print(f"weft flight: {error}", file=sys.stderr)
+        return 2
+    print(f"drawn: {path}")
     return 0
