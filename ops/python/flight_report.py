@@ -45,7 +45,7 @@ def report(directory: str | os.PathLike[str]) -> str:
 
 def _position(record: dict[str, Any]) -> str:
     if record["writer"] == "MainThread":
-        return "raised " + record["error"].strip().splitlines()[-1]
+        return f"raised {record['error'].strip().splitlines()[-1]}"
     stacks = [stack for name, stack in record["stacks"].items() if name.startswith("MainThread")]
     return "was at " + " ".join(stacks[0][-1].split()) if stacks and stacks[0] else "has no main thread"
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import weft
+import weft_command
 from support.processes import ProcessTree, assert_nothing_left
 from weft import flight
+from weft._plugin.flight_watch import FlightWatch
 
 SCRIPT = Path(__file__).parent / "scripts" / "stuck.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -69,6 +73,61 @@ def _check_torch_report(folder: Path, sequence: str) -> None:
     text = _weft(folder, "-p", "rank_", module="torch.distributed.flight_recorder.fr_trace")
     assert f"Not all ranks joining collective, sequence number: {sequence}" in text, text
     assert "missing ranks: {1}" in text and "collective state: scheduled" in text
+
+
+def test_record_of_communication_errors_only(tmp_path: Path) -> None:
+    watch = FlightWatch(tmp_path / "flight", rank=3, num_ranks=4)
+    try:
+        watch.record(RuntimeError("of the model"))
+        assert not (tmp_path / "flight").exists()
+        try:
+            raise RuntimeError("of the optimizer") from weft.PeerLostError("rank 2 has ended")
+        except RuntimeError as error:
+            watch.record(error)
+        watch.record(weft.CollectiveTimeoutError("a consequence"))
+    finally:
+        watch.stop()
+    [record] = flight.read(tmp_path / "flight")
+    assert record["rank"] == 3 and record["num_ranks"] == 4 and record["writer"] == "MainThread"
+    assert "rank 2 has ended" in record["error"] and "a consequence" not in record["error"]
+
+
+def test_stuck_rank_writes_its_own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure that is older than the watch is not its own."""
+    texts = ["an old failure"]
+    monkeypatch.setattr(flight, "failure", lambda: texts[-1])
+    watch = FlightWatch(tmp_path / "flight", rank=0, num_ranks=1)
+    try:
+        time.sleep(0.5)
+        assert not (tmp_path / "flight").exists()
+        texts.append("late")
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("flight/flight-rank-*.json")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        watch.stop()
+    [record] = flight.read(tmp_path / "flight")
+    assert record["error"] == "late" and record["writer"] == "weft-flight-watch"
+    [main] = [stack for name, stack in record["stacks"].items() if name.startswith("MainThread")]
+    assert "test_stuck_rank_writes_its_own_record" in main[-1]
+
+
+def test_unwritable_directory_warns(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    watch = FlightWatch(tmp_path / "file", rank=2, num_ranks=4)
+    try:
+        with pytest.warns(UserWarning, match="weft: rank 2 cannot write its flight record: .*exists"):
+            watch.record(weft.PeerLostError("rank 0 has ended"))
+    finally:
+        watch.stop()
+
+
+def test_command_without_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", "flight", str(tmp_path)])
+    assert weft_command.main() == 2
+    assert capsys.readouterr().err.startswith(f"weft flight: '{tmp_path}' has no flight records; pass a directory")
 
 
 def test_directory_without_records(tmp_path: Path) -> None:

@@ -1,13 +1,20 @@
 #include "flight_log.h"
 
+#include <pthread.h>
 #include <sstream>
 #include <utility>
 
 namespace weft::collectives {
 
 FlightLog& FlightLog::instance() {
-  // NOTE: never destroyed: a call may end while the process exits.
-  static auto* const log = new FlightLog;
+  // NOTE: never destroyed: a call may end while the process exits. A fork waits until no other
+  // thread holds the mutex, which would stay locked in the child.
+  static auto* const log = [] {
+    static auto* const made = new FlightLog;
+    ::pthread_atfork(
+        [] { made->mutex_.lock(); }, [] { made->mutex_.unlock(); }, [] { made->mutex_.unlock(); });
+    return made;
+  }();
   return *log;
 }
 
