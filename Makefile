@@ -136,6 +136,8 @@ soak: build
 	OMP_NUM_THREADS=1 $(PY) tests/soak/collectives.py --seconds 120 --hosts aabbbcba
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/faults.py --repeats 20 --check
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/faults.py --repeats 5 --hosts abb --check
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/checkpoints.py
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/restarts.py
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/operators.py --count 10000
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/layouts.py
 

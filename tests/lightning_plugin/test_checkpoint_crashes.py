@@ -23,13 +23,14 @@ from weft.strategy.checkpoint import background, open_checkpoint
 REMOVALS = {"os.remove", "os.rmdir"}
 AUDITED = {"open", "os.mkdir", "os.rename", *REMOVALS}
 OLD, NEW = 1.0, 2.0
+SHAPES = {"first": (8, 4), "second": (6,)}  # replicated tensors, which the ranks share among them
 
 
 def _state(value: float) -> dict[str, torch.Tensor]:
-    return {"first": torch.full((8, 4), value), "second": torch.full((6,), value)}
+    return {name: torch.full(shape, value) for name, shape in SHAPES.items()}
 
 
-def _save(rank: int, value: float, path: Path, kind: str) -> None:
+def save(rank: int, value: float, path: Path, kind: str) -> None:
     if kind == "file":
         if rank == 0:
             checkpoints.write_file({"state_dict": _state(value)}, path)
@@ -42,7 +43,7 @@ def _save(rank: int, value: float, path: Path, kind: str) -> None:
     checkpoints.write_directory({"model": _state(value)}, {}, {"epoch": value}, path)
 
 
-def _save_and_die(rank: int, path: Path, kind: str, victim: int, number: int) -> None:
+def save_and_die(rank: int, path: Path, kind: str, victim: int, number: int) -> None:
     """Save new values; the process `victim` kills all ranks before its call `number` on a file system."""
     calls = 0
     is_watching = True
@@ -62,11 +63,11 @@ def _save_and_die(rank: int, path: Path, kind: str, victim: int, number: int) ->
     if rank == victim:
         durable.before_call = count
         sys.addaudithook(audit)
-    _save(rank, NEW, path, kind)
+    save(rank, NEW, path, kind)
     is_watching = False
 
 
-def _loaded(path: Path) -> float:
+def loaded(path: Path) -> float:
     """Return the value of all tensors of a complete checkpoint."""
     path = durable.existing(path)
     if path.is_file():
@@ -111,7 +112,7 @@ def test_killed_save_leaves_old_or_new(
     folder = tmp_path / "checkpoints"
     path = folder / "last.ckpt"
     if old is not None:
-        assert run_on_forks(2, _save, OLD, tmp_path / "old" / "last.ckpt", old) == [0, 0]
+        assert run_on_forks(2, save, OLD, tmp_path / "old" / "last.ckpt", old) == [0, 0]
     num_old, num_new = 0, 0
 
     def is_killed(number: int) -> bool:
@@ -120,19 +121,19 @@ def test_killed_save_leaves_old_or_new(
         shutil.rmtree(folder, ignore_errors=True)
         if old is not None:
             shutil.copytree(tmp_path / "old", folder)
-        statuses = run_on_forks(2, _save_and_die, path, new, victim, number)
+        statuses = run_on_forks(2, save_and_die, path, new, victim, number)
         if statuses == [0, 0]:
             return False
         assert statuses == [-signal.SIGKILL] * 2
         if durable.existing(path).exists():
-            value = _loaded(path)
+            value = loaded(path)
             num_old += value == OLD
             num_new += value == NEW
         else:
             assert old is None
         if number % (4 * stride) == 0:  # the next save removes what is left
-            assert run_on_forks(2, _save, NEW, path, new) == [0, 0]
-            assert os.listdir(folder) == ["last.ckpt"] and _loaded(path) == NEW
+            assert run_on_forks(2, save, NEW, path, new) == [0, 0]
+            assert os.listdir(folder) == ["last.ckpt"] and loaded(path) == NEW
         return True
 
     number = 0
@@ -140,8 +141,8 @@ def test_killed_save_leaves_old_or_new(
         number += stride
     for last in range(number - stride + 1, number):  # also the calls after the new one has its name
         is_killed(last)
-    assert run_on_forks(2, _save, NEW, path, new) == [0, 0]
-    assert os.listdir(folder) == ["last.ckpt"] and _loaded(path) == NEW
+    assert run_on_forks(2, save, NEW, path, new) == [0, 0]
+    assert os.listdir(folder) == ["last.ckpt"] and loaded(path) == NEW
     assert number >= min_calls
     assert num_new > 0 or victim == 1
     assert (num_old > 0) == (old is not None)
@@ -149,7 +150,7 @@ def test_killed_save_leaves_old_or_new(
 
 def test_convert_finds_checkpoint_after_an_interrupted_exchange(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    assert run_on_forks(2, _save, OLD, path, "directory") == [0, 0]
+    assert run_on_forks(2, save, OLD, path, "directory") == [0, 0]
     path.rename(durable._beside(path, "previous"))
     convert(path, tmp_path / "converted")
     stored = load_file(tmp_path / "converted" / "model.safetensors")

@@ -8,17 +8,15 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning_plugin.scripts.plugin_models import (
-    BATCH,
     NUM_BATCHES,
     Model,
+    ResumableLoader,
     assert_same_weights,
-    fixed_data,
     loader,
     set_torchrun_environment,
     trainer,
@@ -35,27 +33,6 @@ from weft.strategy.checkpoint import open_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "preempted.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[1])}
-
-
-class _Resumable:
-    """Batches of `fixed_data`, from the one at which an earlier run stopped."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def __len__(self) -> int:
-        return NUM_BATCHES
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for idx in range(self.position, NUM_BATCHES):
-            self.position = (idx + 1) % NUM_BATCHES  # at the end of an epoch: the start of the next
-            yield fixed_data()[BATCH * idx : BATCH * (idx + 1)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
 
 
 class _Signalled(Preemption):
@@ -84,7 +61,7 @@ def _train(rank: int, world_size: int, folder: str, stops: dict[int, str]) -> tu
         if asked:
             runs.append(run)
         with pytest.raises(SystemExit) as stopped:
-            run.fit(Model(seed=99 if path else 0), _Resumable(), ckpt_path=path)
+            run.fit(Model(seed=99 if path else 0), ResumableLoader(), ckpt_path=path)
         assert stopped.value.code == 143
         path = preemption.last_checkpoint()
         assert path is not None and path == newest_checkpoint(folder)
@@ -93,7 +70,7 @@ def _train(rank: int, world_size: int, folder: str, stops: dict[int, str]) -> tu
         steps.append(run.global_step)
     model = Model(seed=99 if path else 0)
     run = trainer(world_size, "weft", folder, max_epochs=2)
-    run.fit(model, _Resumable(), ckpt_path=path)
+    run.fit(model, ResumableLoader(), ckpt_path=path)
     return [*steps, run.global_step], weights(model)
 
 

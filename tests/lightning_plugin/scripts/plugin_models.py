@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,27 @@ def fixed_data() -> Tensor:
 def loader(data: Any = None, **options: Any) -> DataLoader:
     """Return batches of `data`, or of `fixed_data()`, in order unless `options` say otherwise."""
     return DataLoader(fixed_data() if data is None else data, batch_size=BATCH, **options)
+
+
+class ResumableLoader:
+    """Batches of `fixed_data`, from the one at which an earlier run stopped."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return NUM_BATCHES
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for idx in range(self.position, NUM_BATCHES):
+            self.position = (idx + 1) % NUM_BATCHES  # at the end of an epoch: the start of the next
+            yield fixed_data()[BATCH * idx : BATCH * (idx + 1)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
 
 
 def trainer(devices: int, strategy: Any, folder: Path | str, **options: Any) -> L.Trainer:

@@ -1,0 +1,46 @@
+"""A training of two ranks that goes on from its newest checkpoint, and writes its weights at the end.
+
+Arguments: the folder, the number of steps, and those after which a rank kills itself in the first run, as "rank:step".
+Each second step is saved in the background. Prints "READY rank pid" before its first step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_plugin.scripts.plugin_models import Model, ResumableLoader, trainer, weights
+
+import weft.lightning
+
+
+class Killed(Model):
+    """Kills its process in the middle of a step; draws random numbers in each."""
+
+    kills: frozenset[str] = frozenset()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if not self.losses:
+            os.write(1, f"READY {self.global_rank} {os.getpid()}\n".encode())
+        loss = super().training_step(batch, batch_idx)
+        if f"{self.global_rank}:{self.trainer.global_step}" in self.kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+
+if __name__ == "__main__":
+    folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
+    model = Killed(dropout=0.5)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        model.kills = frozenset(sys.argv[3:])
+    save = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1)
+    strategy = weft.lightning.WeftModelParallelStrategy(plan="auto", async_save=True)
+    run = trainer(2, strategy, folder, max_epochs=-1, max_steps=num_steps, callbacks=[save], enable_checkpointing=True)
+    run.fit(model, ResumableLoader(), ckpt_path=weft.lightning.newest_checkpoint(folder))
+    result = weights(model)
+    if run.is_global_zero:
+        torch.save(result, folder / "weights.pt")
