@@ -16,9 +16,11 @@ from typing import Any
 from weft._plugin.fabric_mixin import FabricMixin
 from weft._plugin.health_monitor import HealthMixin
 from weft._plugin.memory_monitor import MemoryMixin
+from weft._plugin.non_finite_check import NonFiniteMixin
 from weft._plugin.preemption import PreemptionMixin
 from weft._plugin.pretrained_checkpoint import PretrainedCheckpointMixin
 from weft._plugin.process_guard import watch_launcher
+from weft._plugin.replica_check import ReplicaMixin
 from weft._plugin.signatures import checked_init, doc_of_options, init_of_options
 from weft._plugin.throughput_monitor import ThroughputMixin
 from weft._plugin.trainer_mixin import TrainerMixin
@@ -30,6 +32,8 @@ CALLBACKS: dict[str, type] = {
     "HealthMonitor": HealthMixin,
     "Preemption": PreemptionMixin,
     "PretrainedCheckpoint": PretrainedCheckpointMixin,
+    "ReplicaCheck": ReplicaMixin,
+    "NonFiniteCheck": NonFiniteMixin,
 }
 # The sizes for each registered name; the plan is "auto", which recognises the model.
 PRESETS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,8 @@
-"""Helpers of the monitors: the number of steps as Lightning counts them, and logging."""
+"""Helpers of the callbacks: the number of steps as Lightning counts them, logging, checks and texts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,3 +28,13 @@ def log(trainer: Any, metrics: dict[str, float], step: int) -> None:
 def check_at_least_one(owner: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{owner} got {name}={value!r}; pass a number of steps from 1 on.")
+
+
+def ranks_text(ranks: Sequence[int], most: int = 8) -> str:
+    """Return ranks for a message, such as "rank 0", "ranks 0 and 1" or, from `most` on, "ranks 0, 1, ... and 7"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = [str(rank) for rank in ranks[:-1]]
+    if len(ranks) > most:
+        shown = [*shown[: most - 1], "..."]
+    return f"ranks {', '.join(shown)} and {ranks[-1]}"

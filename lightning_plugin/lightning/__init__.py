@@ -19,12 +19,16 @@ MemoryMonitor = factory.callback_class(_FLAVOUR, "MemoryMonitor")
 HealthMonitor = factory.callback_class(_FLAVOUR, "HealthMonitor")
 Preemption = factory.callback_class(_FLAVOUR, "Preemption")
 PretrainedCheckpoint = factory.callback_class(_FLAVOUR, "PretrainedCheckpoint")
+ReplicaCheck = factory.callback_class(_FLAVOUR, "ReplicaCheck")
+NonFiniteCheck = factory.callback_class(_FLAVOUR, "NonFiniteCheck")
 
 __all__ = [
     "HealthMonitor",
     "MemoryMonitor",
+    "NonFiniteCheck",
     "Preemption",
     "PretrainedCheckpoint",
+    "ReplicaCheck",
     "ThroughputMonitor",
     "WeftModelParallelStrategy",
     "consolidate_checkpoint",

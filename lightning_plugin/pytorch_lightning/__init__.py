@@ -14,12 +14,16 @@ MemoryMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "MemoryMonitor
 HealthMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "HealthMonitor")
 Preemption = factory.callback_class(factory.PYTORCH_LIGHTNING, "Preemption")
 PretrainedCheckpoint = factory.callback_class(factory.PYTORCH_LIGHTNING, "PretrainedCheckpoint")
+ReplicaCheck = factory.callback_class(factory.PYTORCH_LIGHTNING, "ReplicaCheck")
+NonFiniteCheck = factory.callback_class(factory.PYTORCH_LIGHTNING, "NonFiniteCheck")
 
 __all__ = [
     "HealthMonitor",
     "MemoryMonitor",
+    "NonFiniteCheck",
     "Preemption",
     "PretrainedCheckpoint",
+    "ReplicaCheck",
     "ThroughputMonitor",
     "WeftModelParallelStrategy",
     "consolidate_checkpoint",

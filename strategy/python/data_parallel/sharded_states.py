@@ -77,6 +77,15 @@ class ShardedStates:
                 for name, value in values.items()
             }
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Return the group over whose ranks the states are sharded."""
+        return self._group
+
+    def flat_shard_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the flat shard that is a parameter's key in the optimizer's `state`; None: there is none yet."""
+        return self._flat_shards.get(parameter)
+
     def local_flat_shard(self, parameter: Tensor, value: Tensor) -> Tensor:
         """Return this rank's flat shard of `value`, shaped as `parameter`'s local shard; a view if possible."""
         start, stop = self._flat_shard_range(parameter, self._group.rank())

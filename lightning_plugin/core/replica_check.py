@@ -1,0 +1,116 @@
+"""The mixin of ReplicaCheck, a callback that finds replicas that differ; `factory.py` adds the base class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weft._plugin.data_axes import DATA_AXIS, REPLICATE_AXIS
+from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS
+from weft._plugin.monitors import check_at_least_one, num_steps, ranks_text
+from weft._plugin.optimizer_state import parameter_names, unwrapped
+from weft._plugin.strategy_mixin import StrategyMixin
+
+if TYPE_CHECKING:
+    from weft.strategy.faults import Difference, Replica
+
+_AXES = (REPLICATE_AXIS, DATA_AXIS, TENSOR_AXIS, PIPELINE_AXIS)
+
+
+class ReplicaMixin:
+    """Raises RuntimeError on all ranks if weights or optimizer states that ranks replicate are no longer equal.
+
+    Every rank hashes the bytes of its parameters and of the tensors in its optimizers' states that other ranks hold,
+    too: those replicated over data-parallel ranks, over tensor-parallel ranks, and parameters that pipeline stages
+    share. Sharded tensors have no second copy, and are not compared. Buffers are not compared: running statistics are
+    those of each rank's own data. The error names the first tensor that differs, the step and the ranks.
+
+    A check reads each compared tensor once (on a GPU: copies it to the host), and takes one all-gather of at most 16
+    numbers of each rank. Other steps take no time.
+
+    Replicas are equal only if all ranks compute with the same bits: with the same kind of device and number of threads.
+    On GPUs, kernels that add in an arbitrary order give tensor-parallel ranks different gradients of replicated
+    parameters: use `torch.use_deterministic_algorithms(True)`, or compare over data-parallel axes only.
+
+    Args:
+        every_n_steps: the optimizer steps between two checks.
+        axes: the mesh axes over which replicas are compared, some of "data_replicate", "data_parallel",
+            "tensor_parallel" and "pipeline_parallel". None: all.
+
+    Attributes:
+        num_compared: the tensors of this rank that the last check compared with those of other ranks.
+    """
+
+    def __init__(self, every_n_steps: int = 100, axes: Sequence[str] | None = None) -> None:
+        super().__init__()
+        check_at_least_one("ReplicaCheck", "every_n_steps", every_n_steps)
+        if axes is not None and (isinstance(axes, str) or not axes or not set(axes) <= set(_AXES)):
+            raise ValueError(
+                f"ReplicaCheck got axes={axes!r}; pass a list with some of {', '.join(map(repr, _AXES))}, or None."
+            )
+        self.num_compared = 0
+        self._every_n_steps = every_n_steps
+        self._axes = frozenset(_AXES if axes is None else axes)
+        self._step = 0
+        self._equal_after: int | None = None  # the step of the last check
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Raise TypeError for a strategy that is not weft's, whose tensors' replicas are unknown."""
+        if not isinstance(trainer.strategy, StrategyMixin):
+            raise TypeError(
+                f"ReplicaCheck got a Trainer with a {type(trainer.strategy).__name__}; pass strategy='weft'."
+            )
+        self._step, self._equal_after = num_steps(trainer, pl_module), None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After every `every_n_steps` optimizer steps, compare; raise RuntimeError if replicas differ. Collective."""
+        before, self._step = self._step, num_steps(trainer, pl_module)
+        if self._step != before and self._step % self._every_n_steps == 0:
+            self._check(trainer.strategy, pl_module)
+
+    def _check(self, strategy: Any, pl_module: Any) -> None:
+        from weft.strategy.faults import compare_replicas
+
+        comparison = compare_replicas(
+            self._replicas(strategy, pl_module), strategy.device_mesh, strategy.root_device, PIPELINE_AXIS
+        )
+        self.num_compared = comparison.num_compared
+        if comparison.differences:
+            raise RuntimeError(self._error_text(comparison.differences))
+        self._equal_after = self._step
+
+    def _replicas(self, strategy: Any, pl_module: Any) -> Iterator[Replica]:
+        from weft.strategy.faults import Replica, replicas_of
+
+        names, tied = parameter_names(pl_module), _names_on_several_stages(pl_module)
+        stage_axis = PIPELINE_AXIS if PIPELINE_AXIS in strategy.device_mesh.mesh_dim_names else None
+        for each in replicas_of(names, strategy.optimizers, strategy.device_mesh, stage_axis=stage_axis, tied=tied):
+            yield Replica(each.name, each.local, each.axes & self._axes)
+
+    def _error_text(self, differences: Sequence[Difference]) -> str:
+        first, num_further = differences[0], len(differences) - 1
+        if first.minority:
+            where = f"on {ranks_text(first.minority)}, of {ranks_text(first.ranks)}"
+        else:
+            where = f"between {ranks_text(first.ranks)}"
+        further = f", and {num_further} further tensors differ" if num_further > 1 else ""
+        further = ", and one further tensor differs" if num_further == 1 else further
+        known = (
+            "no check came before" if self._equal_after is None else f"all were equal after step {self._equal_after}"
+        )
+        until = "this step" if self._equal_after is None else f"step {self._equal_after + 1}"
+        return (
+            f"ReplicaCheck: after step {self._step}, {first.name!r} differs {where}, which should hold equal values"
+            f"{further}; {known}: resume from a checkpoint saved before {until}, without a device that is faulty."
+        )
+
+
+def _names_on_several_stages(module: Any) -> set[str]:
+    """Return the names, in checkpoints, of this rank's parameters of which other stages have copies."""
+    from weft.strategy.pipeline import find_staged
+    from weft.strategy.recognition.assignments import join
+
+    if (found := find_staged(module)) is None:
+        return set()
+    prefix, staged = found
+    return {unwrapped(join(prefix, first)) for first in staged.names_of_copies().values()}

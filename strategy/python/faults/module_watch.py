@@ -1,0 +1,160 @@
+"""Finds the module whose output, or gradient, is the first that is not finite.
+
+Hooks on each module's call look at the inputs, at the outputs and, in the backward, at the gradients of the outputs and
+of the parameters, before any of them is averaged with other ranks. Each look is one reduction on the device: no hook
+waits for it, and the results are read only when `first` is called. A tensor that several hooks see is read once.
+
+Infinite values with a minus sign count as finite in a forward: masks have them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from weft.strategy.data_parallel.local import local_shard
+from weft.strategy.sharding.state import original_class
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a value that is not finite came first on a rank.
+
+    text: such as "the output of 'head' (Linear)".
+    position: of the hook's call among all calls since `clear`; comparable between ranks that run the same modules.
+    is_input: it is a module's input: code outside of modules has made it, or it came from another rank.
+    in_backward: it is a gradient.
+    """
+
+    text: str
+    position: int
+    is_input: bool
+    in_backward: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """Tensors that a hook saw: their largest values, `[]` each, NaN or infinite if they are not finite."""
+
+    source: Source
+    values: list[Tensor]
+
+
+class ModuleWatch:
+    """Watches modules from now until `remove`; between `clear` and `first`, each call and each gradient is recorded.
+
+    Set `is_active` only while training: hooks record nothing at other times.
+
+    modules: those to watch, by name. A module whose children are fused into it is one module.
+    parameters: by name; a gradient that is a sum over several uses is seen once, complete.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
+        self.is_active = False
+        self._seen: list[_Seen] = []
+        self._read: Any = WeakIdKeyDictionary()  # tensor -> (its version, its largest value)
+        self._handles: list[RemovableHandle] = []
+        self._hooked: set[int] = set()
+        for name, module in modules.items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._watch(name, module)
+        for name, parameter in parameters.items():
+            self._watch_gradient(name, parameter)
+
+    def clear(self) -> None:
+        """Forget all that was recorded."""
+        self._seen.clear()
+        self._read.clear()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+
+    def first(self) -> Source | None:
+        """Return where a value that is not finite came first; None: no such value was seen.
+
+        Values of the forward come before gradients: a backward follows a forward that has such values.
+        """
+        bad = [seen.source for seen in self._seen if not all(bool(value.isfinite()) for value in seen.values)]
+        return min(bad, key=lambda source: (source.in_backward, source.position), default=None)
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        class_name = original_class(module).__name__
+        text = f"'{name}' ({class_name})" if name else f"the {class_name}"
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.is_active:
+                if isinstance(module, FSDPModule):  # its parameters are full only during the forward
+                    for own, parameter in module.named_parameters():
+                        self._watch_gradient(f"{name}.{own}" if name else own, parameter)
+                self._record(f"the input of {text}", (args, kwargs), is_input=True)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.is_active:
+                self._record(f"the output of {text}", output)
+                self._watch_gradient_of(output, f"the gradient of the output of {text}")
+
+        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def _watch_gradient(self, name: str, parameter: Tensor) -> None:
+        if id(parameter) not in self._hooked and parameter.requires_grad:
+            self._hooked.add(id(parameter))
+            handle = parameter.register_hook(self._gradient_hook(f"the gradient of '{name}'"))  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+
+    def _watch_gradient_of(self, output: Any, text: str) -> None:
+        with torch._C.DisableTorchFunction():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._gradient_hook(text))  # type: ignore[no-untyped-call]
+
+    def _gradient_hook(self, text: str) -> Any:
+        def hook(gradient: Tensor) -> None:
+            if self.is_active:
+                self._record(text, gradient, in_backward=True)
+
+        return hook
+
+    def _record(self, text: str, tree: Any, *, is_input: bool = False, in_backward: bool = False) -> None:
+        # A pipeline's mode intercepts functions between layers; these compute nothing that the model uses.
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            values = [self._largest(tensor, in_backward) for tensor in _tensors(tree)]
+        self._seen.append(_Seen(Source(text, len(self._seen), is_input, in_backward), values))
+
+    def _largest(self, tensor: Tensor, in_backward: bool) -> Tensor:
+        version, value = self._read.get(tensor, (None, None))
+        if version != tensor._version:
+            local = local_shard(tensor)
+            if local.numel() == 0:  # a shard of a DTensor may have no elements
+                value = local.new_zeros(())
+            else:
+                value = torch.linalg.vector_norm(local, float("inf")) if in_backward else local.amax()
+            self._read[tensor] = (tensor._version, value)
+        assert isinstance(value, Tensor)
+        return value
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Return the floating-point tensors with values in nested lists, tuples and dicts."""
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(tree)
+        if isinstance(leaf, Tensor)
+        and leaf.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        and not (isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.is_sparse)
+        and leaf.numel() > 0
+    ]
