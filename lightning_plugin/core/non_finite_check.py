@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from weft._plugin.meshes import PIPELINE_AXIS
 from weft._plugin.monitors import check_at_least_one, num_steps, ranks_text
-from weft._plugin.optimizer_state import parameter_names
+from weft._plugin.optimizer_state import parameter_names, unwrapped
 from weft._plugin.strategy_mixin import StrategyMixin
 
 if TYPE_CHECKING:
@@ -187,13 +187,19 @@ def _current_step(trainer: Any, pl_module: Any) -> int:
 
 
 def _watched_modules(pl_module: nn.Module) -> dict[str, nn.Module]:
-    """Return all modules but metrics, whose values need not be finite, and their parts."""
-    metrics = [f"{name}." for name, module in pl_module.named_modules() if _is_metric(module)]
-    return {name: module for name, module in pl_module.named_modules() if not f"{name}.".startswith(tuple(metrics))}
+    """Return modules by name, without metrics, whose values need not be finite, and compiled ones, and their parts."""
+    modules = {f"{name}.": module for name, module in pl_module.named_modules()}
+    left_out = tuple(name for name, module in modules.items() if _is_metric(module) or _is_compiled(module))
+    watched = {name: module for name, module in modules.items() if not name.startswith(left_out)}
+    return {unwrapped(name).removesuffix("."): module for name, module in watched.items()}
 
 
 def _is_metric(module: nn.Module) -> bool:
     return any(cls.__name__ == "Metric" for cls in type(module).__mro__)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
 def _earliest_sources(reports: Sequence[_Report]) -> list[str]:

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_plugin.scripts.pipeline_models import Text, pipeline_strategy, text_loader
 from lightning_plugin.scripts.plugin_models import (
+    DIM,
     Model,
     assert_same_weights,
     fixed_data,
@@ -22,8 +23,11 @@ from lightning_plugin.scripts.plugin_models import (
     weights,
 )
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torchmetrics import MeanMetric
 
 from support.ranks import on_ranks, run_on_ranks
+from weft._plugin.non_finite_check import _watched_modules
 from weft.lightning import NonFiniteCheck, WeftModelParallelStrategy
 from weft.strategy.data_parallel.local import local_shard
 from weft.strategy.faults import non_finite
@@ -293,6 +297,22 @@ def test_gradient_scaler_skips_gradients(rank: int, tmp_path: Path) -> None:
                 RuntimeError, match="in step 3, the loss is inf on rank 0; the weights are those before"
             ):
                 run.fit(Faulty(fault), loader())
+
+
+class Parts(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.blocks = nn.Sequential(nn.Linear(DIM, DIM), torch.compile(nn.Sequential(nn.Linear(DIM, DIM))))
+        self.feed_forward.compile(backend="eager")
+        self.dropout = checkpoint_wrapper(self.dropout)
+
+
+def test_metrics_and_compiled_modules_are_not_watched() -> None:
+    model = Parts()
+    watched = _watched_modules(model)
+    assert list(watched) == ["", "norm", "dropout", "blocks", "blocks.0"]
+    assert type(watched["dropout"]) is nn.Dropout
 
 
 @on_ranks(1)

@@ -109,7 +109,7 @@ def test_values_that_are_not_finite(dtype: torch.dtype, value: float) -> None:
         assert largest_values(bad).isfinite().tolist() == [i != idx for i in range(4)]
     sparse = torch.sparse_coo_tensor([[1]], [value], (3,), check_invariants=True)
     assert not are_finite([sparse]) and are_finite([torch.sparse_coo_tensor([[1]], [2.0], (3,), check_invariants=True)])
-    assert are_finite([])
+    assert are_finite([]) and are_finite([torch.sparse_coo_tensor(size=(3,), check_invariants=True)])
 
 
 class _Net(nn.Module):

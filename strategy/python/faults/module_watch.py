@@ -43,7 +43,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """Tensors that a hook saw: their largest values, `[]` each, NaN or infinite if they are not finite."""
+    """Tensors that a hook saw: their extreme values, `[]` each, not finite if one of their elements is not."""
 
     source: Source
     values: list[Tensor]
@@ -61,7 +61,7 @@ class ModuleWatch:
     def __init__(self, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
         self.is_active = False
         self._seen: list[_Seen] = []
-        self._read: Any = WeakIdKeyDictionary()  # tensor -> (its version, its largest value)
+        self._read: Any = WeakIdKeyDictionary()  # tensor -> (its version, its extreme values)
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
         for name, module in modules.items():
@@ -132,20 +132,19 @@ class ModuleWatch:
     def _record(self, text: str, tree: Any, *, is_input: bool = False, in_backward: bool = False) -> None:
         # A pipeline's mode intercepts functions between layers; these compute nothing that the model uses.
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            values = [self._largest(tensor, in_backward) for tensor in _tensors(tree)]
+            values = [value for tensor in _tensors(tree) for value in self._extremes(tensor, in_backward)]
         self._seen.append(_Seen(Source(text, len(self._seen), is_input, in_backward), values))
 
-    def _largest(self, tensor: Tensor, in_backward: bool) -> Tensor:
-        version, value = self._read.get(tensor, (None, None))
+    def _extremes(self, tensor: Tensor, in_backward: bool) -> tuple[Tensor, ...]:
+        """Return the largest value and, in the backward, the smallest; NaN if any value is."""
+        version, values = self._read.get(tensor, (None, ()))
         if version != tensor._version:
             local = local_shard(tensor)
-            if local.numel() == 0:  # a shard of a DTensor may have no elements
-                value = local.new_zeros(())
-            else:
-                value = torch.linalg.vector_norm(local, float("inf")) if in_backward else local.amax()
-            self._read[tensor] = (tensor._version, value)
-        assert isinstance(value, Tensor)
-        return value
+            if local.numel() > 0:  # a shard of a DTensor may have no elements
+                values = tuple(torch.aminmax(local)) if in_backward else (local.amax(),)
+            self._read[tensor] = (tensor._version, values)
+        found: tuple[Tensor, ...] = values
+        return found
 
 
 def _tensors(tree: Any) -> list[Tensor]:
