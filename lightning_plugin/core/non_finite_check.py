@@ -26,7 +26,7 @@ class _Report:
     """The findings of one rank.
 
     loss: (step, such as "the loss is nan") of the first loss that is not finite; None: all are, or this rank has none.
-    gradients: such as "the gradient of 'weight' and 2 further ones are not finite"; "": all are finite.
+    gradients: such as "the gradient of 'weight' and of 2 more of 5 parameters is not finite"; "": all are finite.
     source: where a value that is not finite came first; None: unknown.
     replica, stage: the data-parallel and the pipeline rank. Ranks with the same ones have the same modules and data.
     """
@@ -80,7 +80,7 @@ class NonFiniteMixin:
         self._forget()
         self._names = parameter_names(pl_module)
         # Steps give all stages the loss that the last stage has computed.
-        has_stages = PIPELINE_AXIS in strategy.device_mesh.mesh_dim_names
+        has_stages = PIPELINE_AXIS in (strategy.device_mesh.mesh_dim_names or ())
         self._has_loss = not has_stages or strategy.pipeline.has_last_stage
         self._stage = strategy.pipeline_group.rank() if has_stages else 0
         self._replica = strategy.data_group.rank()
@@ -108,19 +108,23 @@ class NonFiniteMixin:
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Raise RuntimeError, on all ranks, if a loss or a gradient of any rank is not finite. Collective."""
         from weft.strategy.data_parallel.local import local_shard
-        from weft.strategy.faults import are_finite, is_set_on_any_rank
 
         step = _current_step(trainer, pl_module)
         if step % self._every_n_steps == 0:
             gradients = {}
             if getattr(trainer.precision_plugin, "scaler", None) is None:
                 gradients = {name: local_shard(grad) for name, grad in self._gradients(optimizer)}
-            seen = [*gradients.values(), *(loss for _, loss in self._losses)]
-            if is_set_on_any_rank(~are_finite(seen), trainer.strategy.root_device):
-                raise RuntimeError(self._error_text(step, self._report(step, gradients)))
-            self._losses.clear()
+            self._check(step, gradients, trainer.strategy.root_device)
         if self._watch is not None:
             self._watch.clear()
+
+    def _check(self, step: int, gradients: dict[str, Tensor], device: torch.device, is_stepped: bool = False) -> None:
+        from weft.strategy.faults import are_finite, is_set_on_any_rank
+
+        seen = [*gradients.values(), *(loss for _, loss in self._losses)]
+        if is_set_on_any_rank(~are_finite(seen), device):
+            raise RuntimeError(self._error_text(step, self._report(step, gradients), is_stepped))
+        self._losses.clear()
 
     def _gradients(self, optimizer: Any) -> list[tuple[str, Tensor]]:
         """Return the gradients of an optimizer's parameters, with names, in the model's order."""
@@ -148,7 +152,8 @@ class NonFiniteMixin:
         source = None if self._watch is None else self._watch.first()
         return _Report(loss, gradient_text, source, self._replica, self._stage)
 
-    def _error_text(self, step: int, report: _Report) -> str:
+    def _error_text(self, step: int, report: _Report, is_stepped: bool) -> str:
+        """Return the text, equal on all ranks; collective. `is_stepped`: the optimizer has done this step."""
         reports: list[Any] = [report]
         if dist.is_initialized() and dist.get_world_size() > 1:
             reports = [None] * dist.get_world_size()
@@ -160,7 +165,7 @@ class NonFiniteMixin:
         hint, weights = "", "the weights are those before this step"
         if not any(losses) and not any(sources) and len({each.replica for each in reports if each.gradients}) > 1:
             hint = " (after averaging over data-parallel ranks: pass find_module=True to find the rank)"
-        if first_step < step:
+        if first_step < step or is_stepped:
             weights = f"the weights may have changed to such values since step {first_step}"
         return (
             f"NonFiniteCheck: in step {step}, {'; '.join(text for text in texts if text)}{hint}; {weights}: "
@@ -168,6 +173,10 @@ class NonFiniteMixin:
         )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Check the losses since the last check. Collective."""
+        step = num_steps(trainer, pl_module)
+        if step % self._every_n_steps != 0:
+            self._check(step, {}, trainer.strategy.root_device, is_stepped=True)
         self._forget()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

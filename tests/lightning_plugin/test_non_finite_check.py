@@ -246,7 +246,7 @@ def test_one_number_is_exchanged_for_each_check(rank: int, world_size: int, tmp_
             return all_reduce(tensor, *args)
 
     monkeypatch.setattr(non_finite, "dist", Counting())
-    for every, steps in ((1, [1, 2, 3]), (2, [2])):
+    for every, steps in ((1, [1, 2, 3]), (2, [2, 4])):  # the end of training counts as step 4
         calls.clear()
         callbacks = [NonFiniteCheck(every, find_module=True)]
         run = trainer(world_size, "weft_fsdp", tmp_path, callbacks=callbacks, accumulate_grad_batches=2)
@@ -260,6 +260,10 @@ def test_losses_between_checks_are_kept(rank: int, world_size: int, tmp_path: Pa
     run = trainer(world_size, "weft_fsdp", tmp_path, callbacks=[NonFiniteCheck(4)])
     expected = r"in step 4, the loss of step 3 is inf on rank 0; the gradient .*; the weights may have changed to such "
     with pytest.raises(RuntimeError, match=expected + "values since step 3: check"):
+        run.fit(Faulty("loss", 0), loader())
+    run = trainer(world_size, "weft_fsdp", tmp_path, callbacks=[NonFiniteCheck(10)], max_steps=STEP)
+    expected = "in step 3, the loss is inf on rank 0; the weights may have changed to such values since step 3: check"
+    with pytest.raises(RuntimeError, match=expected):
         run.fit(Faulty("loss", 0), loader())
 
 
@@ -297,6 +301,22 @@ def test_gradient_scaler_skips_gradients(rank: int, tmp_path: Path) -> None:
                 RuntimeError, match="in step 3, the loss is inf on rank 0; the weights are those before"
             ):
                 run.fit(Faulty(fault), loader())
+
+
+class Fused(Model):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert not any(child._forward_hooks or child._forward_pre_hooks for child in self.feed_forward.children())
+        assert self.feed_forward._forward_hooks and self.norm._forward_hooks
+        return super().training_step(batch, batch_idx)
+
+
+@on_ranks(2)
+def test_fused_modules_stay_fused(rank: int, world_size: int, tmp_path: Path) -> None:
+    """A hook on a layer of a fused MLP makes the MLP run layer by layer."""
+    set_torchrun_environment(rank, world_size)
+    model = Fused()
+    trainer(world_size, "weft_tp", tmp_path, callbacks=[NonFiniteCheck(find_module=True)]).fit(model, loader())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 class Parts(Model):

@@ -10,7 +10,7 @@ Infinite values with a minus sign count as finite in a forward: masks have them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.strategy.data_parallel.local import local_shard
-from weft.strategy.sharding.state import original_class
+from weft.strategy.sharding.state import child_of, original_class, state_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,18 +54,19 @@ class ModuleWatch:
 
     Set `is_active` only while training: hooks record nothing at other times.
 
-    modules: those to watch, by name. A module whose children are fused into it is one module.
+    modules: those to watch, by name. The layers of fused MLPs get no hooks, which would prevent fusing: see the MLP.
     parameters: by name; a gradient that is a sum over several uses is seen once, complete.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], parameters: Mapping[str, Tensor]) -> None:
         self.is_active = False
         self._seen: list[_Seen] = []
         self._read: Any = WeakIdKeyDictionary()  # tensor -> (its version, its extreme values)
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
+        fused = _layers_of_fused(modules.values())
         for name, module in modules.items():
-            if not isinstance(module, torch.jit.ScriptModule):
+            if module not in fused and not isinstance(module, torch.jit.ScriptModule):
                 self._watch(name, module)
         for name, parameter in parameters.items():
             self._watch_gradient(name, parameter)
@@ -93,6 +94,8 @@ class ModuleWatch:
 
     def _watch(self, name: str, module: nn.Module) -> None:
         class_name = original_class(module).__name__
+        if isinstance(module, FSDPModule):
+            class_name = class_name.removeprefix("FSDP")
         text = f"'{name}' ({class_name})" if name else f"the {class_name}"
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -113,14 +116,14 @@ class ModuleWatch:
     def _watch_gradient(self, name: str, parameter: Tensor) -> None:
         if id(parameter) not in self._hooked and parameter.requires_grad:
             self._hooked.add(id(parameter))
-            handle = parameter.register_hook(self._gradient_hook(f"the gradient of '{name}'"))  # type: ignore[no-untyped-call]
+            handle = parameter.register_hook(self._gradient_hook(f"the gradient of '{name}'"))
             self._handles.append(handle)
 
     def _watch_gradient_of(self, output: Any, text: str) -> None:
         with torch._C.DisableTorchFunction():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._gradient_hook(text))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(self._gradient_hook(text))
 
     def _gradient_hook(self, text: str) -> Any:
         def hook(gradient: Tensor) -> None:
@@ -145,6 +148,16 @@ class ModuleWatch:
             self._read[tensor] = (tensor._version, values)
         found: tuple[Tensor, ...] = values
         return found
+
+
+def _layers_of_fused(modules: Iterable[nn.Module]) -> set[nn.Module]:
+    """Return the linear layers of the fused MLPs among `modules`."""
+    found: set[nn.Module] = set()
+    for module in modules:
+        state = state_of(module)
+        if state is not None and state.mlp is not None:
+            found.update(child_of(module, name) for name in state.mlp.children)
+    return found
 
 
 def _tensors(tree: Any) -> list[Tensor]:
