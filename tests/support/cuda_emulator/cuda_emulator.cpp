@@ -59,7 +59,9 @@ constexpr unsigned kMaxGridYZ = 65535;
 constexpr unsigned kMaxGridX = 2147483647;
 constexpr unsigned kMaxBlockZ = 64;
 constexpr std::size_t kDefaultSharedBytes = 48 * 1024;
-constexpr std::size_t kStackBytes = 64 * 1024;
+// Not a multiple of 4096: the frames of all fibres would compete for the same few sets of the
+// processor's caches.
+constexpr std::size_t kStackBytes = 64 * 1024 + 17 * 64;
 constexpr std::size_t kFirstFrameBytes = 1024;  // more than main_of_fibre() needs
 constexpr std::size_t kLargestValue = 16;       // of a shuffle, in bytes
 constexpr int kPoison = 0xFF;
