@@ -33,6 +33,7 @@ from weft._plugin.loader_check import (
     in_lockstep,
     loader_length,
 )
+from weft._plugin.resumable_loaders import make_resumable
 
 if TYPE_CHECKING:
     from weft._plugin.engine import Engine
@@ -130,6 +131,8 @@ class TrainerLoaders(Loaders):
     def with_length_check(self, dataloader: Any) -> Any:
         """Return the loader, or a LockstepLoader if a rank's length is unknown or unreliable; collective.
 
+        Makes a loader of training data resumable.
+
         Raises:
             ValueError: on all ranks, if ranks that must run equally many batches have different numbers. For
                 training: only if some ranks' loaders have a length and others none, or some have batches and others
@@ -138,6 +141,7 @@ class TrainerLoaders(Loaders):
         trainer = self._strategy.lightning_module.trainer
         if trainer.training:
             self._log_order(dataloader)
+            dataloader = make_resumable(dataloader, self._engine.data_axes.size)
         if not self.are_compared:
             return dataloader
         loop, limit_name = _loop_of(trainer)

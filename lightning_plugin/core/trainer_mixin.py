@@ -23,6 +23,7 @@ from weft._plugin.options import Options, StockOptions
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, run_step, with_local_parameters
 from weft._plugin.parameter_replacements import parameters_of
 from weft._plugin.process_guard import guard
+from weft._plugin.resumable_loaders import move_states_in, move_states_out
 from weft._plugin.saves import finish_save_of_exception, let_checkpoints_see_saves
 from weft._plugin.stage_steps import STEPS
 from weft._plugin.strategy_mixin import StrategyMixin
@@ -342,6 +343,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a directory of shards, or one file with save_distributed_checkpoint=False; collective."""
+        move_states_out(checkpoint, self.lightning_module.trainer.train_dataloader)
         if self.plan is None or not self._save_distributed_checkpoint or storage_options is not None:
             make_room(Path(self.broadcast(filepath)))
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -352,7 +354,11 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         """Load a directory or a file, saved by any number of ranks, into the model and the optimizers; collective."""
         background.wait()
         if self.plan is None:
-            return super().load_checkpoint(checkpoint_path, **checkpoints.without_none(weights_only=weights_only))
-        # A test after a fit still has the optimizers of the fit, which may belong to another model.
-        optimizers = self.optimizers if self._is_fitting else []
-        return checkpoints.load(self._engine, self, checkpoint_path, optimizers, weights_only, self._stages.full_model)
+            loaded = super().load_checkpoint(checkpoint_path, **checkpoints.without_none(weights_only=weights_only))
+        else:
+            # A test after a fit still has the optimizers of the fit, which may belong to another model.
+            optimizers = self.optimizers if self._is_fitting else []
+            full_model = self._stages.full_model
+            loaded = checkpoints.load(self._engine, self, checkpoint_path, optimizers, weights_only, full_model)
+        move_states_in(loaded)
+        return loaded
