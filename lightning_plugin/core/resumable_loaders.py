@@ -57,8 +57,12 @@ class ResumableLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: that of the next epoch's start after the last batch."""
+        return self.position(is_at_end=self._weft_given >= len(self))
+
+    def position(self, is_at_end: bool) -> dict[str, Any]:
+        """Return the position in the epoch, or that of the next epoch's start."""
         num_batches, random_state = self._weft_given, self._weft_random_state
-        if num_batches >= len(self):
+        if is_at_end:
             own = _own_generator(self)
             num_batches, random_state = 0, None if own is None else own.get_state()
         return {
@@ -172,14 +176,22 @@ def make_resumable(loader: Any, num_data_ranks: int) -> Any:
 def move_states_out(checkpoint: dict[str, Any], loaders: Any) -> None:
     """Move the positions of all loaders to `KEY` if weft has made one resumable; a stock Trainer reads the others.
 
+    After the last batch of an epoch, which may have fewer batches than a loader (`limit_train_batches`), the positions
+    are those of the next epoch's start.
+
     `loaders`: the Trainer's training loaders, nested as the user has given them.
     """
     loaders = [without_lockstep(loader) for loader in pytree.tree_leaves(loaders)]
-    state = checkpoint.get("loops", {}).get("fit_loop", {}).get(_LOOP, {})
+    loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    state = loop.get(_LOOP, {})
     if not any(isinstance(loader, ResumableLoader) for loader in loaders) or _LOADERS not in state:
         return
     checkpoint[KEY] = positions = state.pop(_LOADERS)
     stateful = [loader for loader in loaders if hasattr(loader, "state_dict")]
+    if loop["epoch_loop.batch_progress"]["is_last_batch"]:
+        for idx, loader in enumerate(stateful):
+            if isinstance(loader, ResumableLoader):
+                positions[idx] = loader.position(is_at_end=True)
     others = [
         position
         for loader, position in zip(stateful, positions, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,32 @@ def test_resumed_training_gets_the_next_batches(rank: int, world_size: int, tmp_
         for idx, (one, other) in enumerate(zip(batches, expected_batches, strict=True)):
             assert torch.equal(one, other), f"{name}: batch {idx}"
         assert_same_weights(found, expected, rtol=0.0)
+
+
+@on_ranks(2)
+def test_epochs_that_leave_out_batches(rank: int, world_size: int, tmp_path: Path) -> None:
+    """An epoch begins with the first batch, also if the one before has ended before the loader."""
+    set_torchrun_environment(rank, world_size)
+    found = {}
+    for name, stops in (("undisturbed", []), ("end", [3]), ("within", [4])):
+        path, batches = None, []
+        for stop in [*stops, 0]:
+            runs: list[L.Trainer] = []
+            preemption = Preemption(tmp_path / name, should_stop=lambda runs=runs, at=stop: runs[0].global_step == at)
+            run = trainer(world_size, "weft", tmp_path, max_epochs=2, callbacks=[preemption], limit_train_batches=3)
+            runs.append(run)
+            model = Model()
+            with pytest.raises(SystemExit) if stop else contextlib.nullcontext():
+                run.fit(model, loader(), ckpt_path=path)
+            path = preemption.last_checkpoint()
+            batches += model.batches
+        found[name] = torch.stack(batches)
+    assert torch.equal(found["undisturbed"], _fixed_batches()[[0, 1, 2, 0, 1, 2]])
+    assert all(torch.equal(batches, found["undisturbed"]) for batches in found.values())
+
+
+def _fixed_batches() -> Tensor:
+    return torch.stack(list(loader()))
 
 
 def _elastic(rank: int, world_size: int, folder: str, last: int, path: str | None) -> dict[str, Tensor]:
