@@ -22,7 +22,7 @@ export UV_NO_CONFIG := 1
 export GLOO_SOCKET_IFNAME ?= lo
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: demo test test-cpp test-python test-cuda build docs site lint format compat wheel bench gpu soak mutations sanitize clean
+.PHONY: demo test test-cpp test-python test-cuda build docs site lint lint-python lint-cpp format compat wheel bench gpu soak mutations sanitize clean
 
 demo: build
 	$(PY) examples/03_train_text.py
@@ -76,11 +76,15 @@ docs: build
 site: $(VENV)/.packages
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
-lint: $(VENV)/.packages
+lint: lint-python lint-cpp
+
+lint-python: $(VENV)/.packages
 	ruff check .
 	ruff format --check .
 	$(PY) docs/site/package_layout.py
 	mypy
+
+lint-cpp: $(VENV)/.packages
 	clang-format --dry-run --Werror $(CPP)
 	cmake --preset tidy-core -DPython_EXECUTABLE=$(CURDIR)/$(PY) -Wno-dev > /dev/null
 	cmake --build --preset tidy-core --parallel $(JOBS) -- --quiet
