@@ -16,7 +16,7 @@ from weft._plugin.console import Console
 from weft._plugin.flight_watch import FlightWatch
 from weft._plugin.meshes import PIPELINE_AXIS
 from weft._plugin.monitors import check_at_least_one, log, num_steps
-from weft._plugin.step_times import StepTimer, StepTimes, compares_stages, excesses, is_slow
+from weft._plugin.step_times import StepTimer, StepTimes, are_comparable, excesses, is_slow
 from weft._plugin.strategy_mixin import StrategyMixin
 
 
@@ -31,12 +31,13 @@ class HealthMixin:
     - "health/wait_seconds_min" and "health/wait_seconds_max": blocked in communication of the backend `weft`,
     - "health/compute_seconds_max": the rest,
     - "health/slowest_rank": the global rank whose loading and computing exceed the median of the ranks of its pipeline
-      stage most; and "health/num_slow_ranks".
+      stage most; and "health/num_slow_ranks". Neither is logged if each stage has one rank.
 
-    If steps would be `threshold` times as fast without the excess of a rank, global rank 0 warns, and names the rank.
+    If steps would be `threshold` times as fast without the excess of a rank, global rank 0 warns, and names the rank;
+    it warns again when other ranks are slow.
 
-    On CUDA, and with other backends such as gloo, waiting is not measured, and only loading is compared: the host runs
-    ahead of the device, and its waits say nothing about the device's.
+    On CUDA, and with other backends such as gloo, waiting is not measured: only "health/step_seconds" is logged, and no
+    rank is named.
 
     If a group of the backend `weft` fails, for example because a rank does not answer within the timeout, each rank
     that runs writes its newest 512 calls and its Python stacks to a file in `record_dir`: see `weft.flight`.
@@ -44,7 +45,8 @@ class HealthMixin:
     Args:
         every_n_steps: the optimizer steps between two exchanges. The first step of a run is not measured.
         threshold: above 1.
-        record_dir: the directory for flight records, which all ranks can write to; None: no records.
+        record_dir: the directory for flight records, which all ranks can write to; None: no records. Records of an
+            earlier run are moved to its folder `previous`.
     """
 
     _clock = staticmethod(time.perf_counter)
@@ -64,12 +66,13 @@ class HealthMixin:
         self._timer: StepTimer | None = None  # None: before the end of the first step
         self._step = self._first_step = 0
         self._rows: list[StepTimes] = []
+        self._named: list[int] = []  # the ranks in the last warning, unless none has been slow since
 
     def table(self) -> list[dict[str, float]]:
         """Return a row for each rank, as of the last exchange, the same on all ranks.
 
-        Each row has "rank", "stage", and in seconds per step "step", "loader" and, where waiting is measured,
-        "wait" and "compute".
+        Each row has "rank", "stage", and in seconds per step "step" and, where waiting is measured, "loader", "wait"
+        and "compute".
 
         Raises:
             RuntimeError: the ranks have not exchanged times yet.
@@ -80,8 +83,8 @@ class HealthMixin:
             )
         table = []
         for row in self._rows:
-            times = {"rank": row.rank, "stage": row.stage, "step": row.step, "loader": row.loading}
-            table.append(times | ({"wait": row.waiting, "compute": row.computing} if row.is_split else {}))
+            parts = {"loader": row.loading, "wait": row.waiting, "compute": row.computing} if row.has_parts else {}
+            table.append({"rank": row.rank, "stage": row.stage, "step": row.step} | parts)
         return table
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -103,6 +106,7 @@ class HealthMixin:
             name = type(trainer.strategy).__name__
             raise TypeError(f"HealthMonitor got a Trainer with a {name}; pass strategy='weft'.")
         self._timer = None
+        self._named = []
         self._step = num_steps(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -110,7 +114,7 @@ class HealthMixin:
             self._timer.batch_begins()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After the first step, begin to measure; every `every_n_steps`, exchange the times."""
+        """After the first step, begin measuring; every `every_n_steps`, exchange the times."""
         if self._timer is not None:
             self._timer.batch_ends()
         before, self._step = self._step, num_steps(trainer, pl_module)
@@ -135,36 +139,33 @@ class HealthMixin:
 
     def _check(self, trainer: Any, timer: StepTimer) -> None:
         self._rows = rows = _gather(timer.means(self._step - self._first_step), trainer.strategy)
-        excess = excesses(rows)
-        slow = [row for row, each in zip(rows, excess, strict=True) if is_slow(row, each, self._threshold)]
-        metrics: dict[str, float] = {
-            "health/step_seconds": max(row.step for row in rows),
-            "health/loader_seconds_max": max(row.loading for row in rows),
-        }
-        if rows[0].is_split:
+        metrics: dict[str, float] = {"health/step_seconds": max(row.step for row in rows)}
+        if rows[0].has_parts:
             metrics |= {
+                "health/loader_seconds_max": max(row.loading for row in rows),
                 "health/wait_seconds_min": min(row.waiting for row in rows),
                 "health/wait_seconds_max": max(row.waiting for row in rows),
                 "health/compute_seconds_max": max(row.computing for row in rows),
             }
-        metrics |= {"health/slowest_rank": excess.index(max(excess)), "health/num_slow_ranks": len(slow)}
+        slow = []
+        if are_comparable(rows):
+            excess = excesses(rows)
+            slow = [row for row, each in zip(rows, excess, strict=True) if is_slow(row, each, self._threshold)]
+            metrics |= {"health/slowest_rank": excess.index(max(excess)), "health/num_slow_ranks": len(slow)}
         log(trainer, metrics, self._step)
-        if slow:
+        known, self._named = self._named, [row.rank for row in slow]
+        if slow and self._named != known:
             Console(trainer.strategy.fabric_module).warn(self._warning(rows, slow))
 
     def _warning(self, rows: list[StepTimes], slow: list[StepTimes]) -> str:
         text = f"weft: in steps {self._first_step + 1} to {self._step}, " + "; ".join(_describe(row) for row in slow)
-        within = "of its pipeline stage " if compares_stages(rows) and len({row.stage for row in rows}) > 1 else ""
-        text += f"; the median of the ranks {within}is lower, and other ranks wait."
-        if not compares_stages(rows) and len(rows) > 1 and rows[0].stage != rows[-1].stage:
-            text += " Each pipeline stage has one rank: the stages may be unequal."
-        return text
+        within = "of its pipeline stage " if len({row.stage for row in rows}) > 1 else ""
+        return f"{text}; the median of the ranks {within}is lower, and other ranks wait."
 
 
 def _describe(row: StepTimes) -> str:
     """Return "rank 1 spends 62.0 ms computing and 0.1 ms between batches of 63.0 ms per step"."""
-    computing = f"{1e3 * row.computing:.1f} ms computing and " if row.is_split else ""
-    parts = f"{computing}{1e3 * row.loading:.1f} ms between batches"
+    parts = f"{1e3 * row.computing:.1f} ms computing and {1e3 * row.loading:.1f} ms between batches"
     return f"rank {row.rank} spends {parts} of {1e3 * row.step:.1f} ms per step"
 
 

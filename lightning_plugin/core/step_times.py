@@ -8,7 +8,10 @@ In synchronous training all ranks take the same time for a step, because they wa
 
 Loading and computing together are the rank's *work*. The other ranks wait for the rank with the most work. Ranks of one
 pipeline stage have equal work; stages may differ. The *excess* of a rank is its work minus the median work of the ranks
-of its stage. If each stage has one rank, the median is over all ranks.
+of its stage.
+
+Where waiting is not measured, no part is known: Lightning waits for the other ranks before it fetches a batch, and a
+callback on one rank may wait for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class StepTimes:
     rank: the global rank.
     stage: the rank along the pipeline; 0 without one.
     step: of a step in total, without validation.
-    waiting: nan if it cannot be measured; then `work` is only the loading.
+    waiting: nan if it is not measured; then `loading`, `computing` and `work` have no meaning.
     """
 
     rank: int
@@ -36,7 +39,7 @@ class StepTimes:
     waiting: float
 
     @property
-    def is_split(self) -> bool:
+    def has_parts(self) -> bool:
         return not math.isnan(self.waiting)
 
     @property
@@ -45,21 +48,21 @@ class StepTimes:
 
     @property
     def work(self) -> float:
-        return self.step - self.waiting if self.is_split else self.loading
+        return self.step - self.waiting
+
+
+def are_comparable(rows: list[StepTimes]) -> bool:
+    """Return whether waiting is measured, and each stage has several ranks."""
+    return rows[0].has_parts and len({row.stage for row in rows}) < len(rows)
 
 
 def excesses(rows: list[StepTimes]) -> list[float]:
     """Return the excess of each row, in seconds; the median of an even number is the lower of the two in the middle."""
     works: dict[int, list[float]] = {}
     for row in rows:
-        works.setdefault(row.stage if compares_stages(rows) else 0, []).append(row.work)
+        works.setdefault(row.stage, []).append(row.work)
     medians = {stage: statistics.median_low(values) for stage, values in works.items()}
-    return [row.work - medians[row.stage if compares_stages(rows) else 0] for row in rows]
-
-
-def compares_stages(rows: list[StepTimes]) -> bool:
-    """Return whether each rank is compared with the ranks of its stage: stages have several ranks."""
-    return len({row.stage for row in rows}) < len(rows)
+    return [row.work - medians[row.stage] for row in rows]
 
 
 def is_slow(row: StepTimes, excess: float, threshold: float) -> bool:
@@ -80,7 +83,7 @@ class StepTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Begin to measure, at the end of a batch."""
+        """Begin measuring, at the end of a batch."""
         self._now = self._waited_now = self._total = self._waited = self._loaded = 0.0
         self._now, self._waited_now = self._clock(), self._seconds_waited()
 
@@ -92,7 +95,7 @@ class StepTimer:
         self._elapse()
 
     def pause(self) -> None:
-        """Stop to measure, before a validation between two batches."""
+        """Stop measuring, before a validation between two batches."""
         self.batch_begins()
 
     def resume(self) -> None:

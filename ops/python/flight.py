@@ -19,7 +19,7 @@ from typing import Any
 
 from weft import _collectives
 
-__all__ = ["failure", "read", "write"]
+__all__ = ["failure", "read", "set_aside", "write"]
 
 _PATTERN = "flight-rank-*.json"
 _KEYS = {"rank", "num_ranks", "host", "pid", "time", "error", "writer", "calls", "stacks"}
@@ -60,12 +60,27 @@ def write(directory: str | os.PathLike[str], rank: int, num_ranks: int, error: B
         "calls": _collectives.flight_log(),
         "stacks": _stacks(),
     }
-    path = folder / f"flight-rank-{rank:05}.json"
+    path = _record_path(folder, rank)
     _replace(path, json.dumps(record, indent=1).encode())
     if (trace := _torch_trace()) is not None:
-        (folder / "torch").mkdir(exist_ok=True)
-        _replace(folder / "torch" / f"rank_{rank}", trace)
+        trace_path = _trace_path(folder, rank)
+        trace_path.parent.mkdir(exist_ok=True)
+        _replace(trace_path, trace)
     return path
+
+
+def set_aside(directory: str | os.PathLike[str], rank: int) -> None:
+    """Move this rank's record of an earlier run, if there is one, to `DIRECTORY/previous`; replaces an earlier one.
+
+    Raises:
+        OSError: the record cannot be moved.
+    """
+    folder = Path(directory)
+    for path in (_record_path(folder, rank), _trace_path(folder, rank)):
+        if path.exists():
+            target = folder / "previous" / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
 
 
 def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -76,6 +91,9 @@ def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     "group" (a name), "ranks" (the global ranks of the group), "sequence" (of the group's collectives, from 1; 0: a
     message), "call" (a text), "bytes", "state" ("started", "done" or "failed"), "begin" and "end" (in seconds since
     1970; the end is None while a call has not ended).
+
+    A peer in the text of a message is a global rank; a root in that of a collective is a rank of the group. Errors
+    number the tensors of coalesced calls one by one, so that "(collective N of the group)" may exceed the "sequence".
 
     Raises:
         FileNotFoundError: the directory has no records.
@@ -91,9 +109,17 @@ def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
         except ValueError as error:
             raise ValueError(f"{str(path)!r} is no flight record ({error}); remove it.") from None
         if not isinstance(record, dict) or _KEYS - record.keys():
-            raise ValueError(f"{str(path)!r} is no flight record (it has not the keys of one); remove it.")
+            raise ValueError(f"{str(path)!r} is no flight record (keys are missing); remove it.")
         records.append(record)
     return sorted(records, key=lambda record: record["rank"])
+
+
+def _record_path(folder: Path, rank: int) -> Path:
+    return folder / f"flight-rank-{rank:05}.json"
+
+
+def _trace_path(folder: Path, rank: int) -> Path:
+    return folder / "torch" / f"rank_{rank}"
 
 
 def _stacks() -> dict[str, list[str]]:

@@ -12,6 +12,7 @@ from weft.flight import read
 
 __all__ = ["draw", "report"]
 
+_NUM_CALLS = 512  # that a record has at most
 _SECONDS_DRAWN = 10.0  # before the last record
 _ROW, _LABEL, _WIDTH = 24, 70, 1000  # of the drawing, in pixels
 _COLORS = {"done": "#7aa6c2", "started": "#d62728", "failed": "#d62728"}
@@ -21,55 +22,75 @@ def report(directory: str | os.PathLike[str]) -> str:
     """Return a text on the records in a directory: the ranks without one, and the first incomplete calls.
 
     A line for each group names the first collective that did not complete on a rank, the ranks that have begun it, and
-    those that have not; a line for each incomplete message names its peer. Last comes a line for each rank: the error
-    that its main thread has raised, or the innermost frame of this thread.
+    those that have not; a line for each incomplete message names its peer. The group whose incomplete call began first
+    comes first. Last comes a line for each rank: the error that its main thread has raised, or the innermost frame of
+    this thread. Records of a job with another number of ranks than that of the newest record are named, and left out.
 
     Raises:
         FileNotFoundError, ValueError: see `weft.flight.read`.
     """
-    records = read(directory)
-    num_ranks = records[0]["num_ranks"]
+    records, num_ranks, others = _read_newest(directory)
     present = [record["rank"] for record in records]
     lines = [f"{len(records)} of {num_ranks} ranks have written a flight record."]
     if absent := sorted(set(range(num_ranks)) - set(present)):
         lines.append(
-            f"No record: {_ranks(absent)}. A rank writes none if it has ended, is stopped, or runs no Python code."
+            f"No record: {_ranks(absent)}. "
+            "A rank writes none if it has ended, is stopped, or is in C code that holds the GIL."
         )
-    groups = {(call["group"], tuple(call["ranks"])) for record in records for call in record["calls"]}
-    for name, ranks in sorted(groups):
+    if others:
+        lines.append(f"Left out, because of a job with another number of ranks: {_ranks(others)}.")
+    begins: dict[tuple[str, tuple[int, ...]], float] = {}
+    for call in (call for record in records for call in record["calls"] if call["state"] != "done"):
+        group = (call["group"], tuple(call["ranks"]))
+        begins[group] = min(call["begin"], begins.get(group, call["begin"]))
+    for name, ranks in sorted(begins, key=lambda group: (begins[group], group)):
         lines += _incomplete_collective(records, name, list(ranks))
         lines += _incomplete_messages(records, name, list(ranks))
     lines += [f"rank {record['rank']} (pid {record['pid']}) {_position(record)}" for record in records]
     return "\n".join(lines)
 
 
+def _read_newest(directory: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], int, list[int]]:
+    """Return the records of the newest record's job, its number of ranks, and the ranks of records of other jobs."""
+    records = read(directory)
+    num_ranks: int = max(records, key=lambda record: record["time"])["num_ranks"]
+    others = [record["rank"] for record in records if record["num_ranks"] != num_ranks]
+    return [record for record in records if record["num_ranks"] == num_ranks], num_ranks, others
+
+
 def _position(record: dict[str, Any]) -> str:
     if record["writer"] == "MainThread":
-        return f"raised {record['error'].strip().splitlines()[-1]}"
+        lines = record["error"].strip().splitlines()
+        return f"raised {lines[-1] if lines else 'an error without a text'}"
     stacks = [stack for name, stack in record["stacks"].items() if name.startswith("MainThread")]
     return "was at " + " ".join(stacks[0][-1].split()) if stacks and stacks[0] else "has no main thread"
 
 
 def _incomplete_collective(records: list[dict[str, Any]], name: str, ranks: list[int]) -> list[str]:
     """Return the line on the first collective of a group that is incomplete on a rank, if there is one."""
-    calls = {record["rank"]: _collectives_of(record, name) for record in records if record["rank"] in ranks}
+    calls = {record["rank"]: _collectives_of(record, name, ranks) for record in records if record["rank"] in ranks}
+    full = {record["rank"] for record in records if len(record["calls"]) >= _NUM_CALLS}
     incomplete = [n for by_number in calls.values() for n, call in by_number.items() if call["state"] != "done"]
     if not incomplete:
         return []
     first = min(incomplete)
     begun: dict[str, list[int]] = {}
-    missing = []
+    missing, unknown = [], []
     for rank, by_number in calls.items():
         if first in by_number:
             begun.setdefault(by_number[first]["call"], []).append(rank)
+        elif not by_number and rank in full:
+            unknown.append(rank)
         elif max(by_number, default=0) < first:
             missing.append(rank)
     text = f"group {name!r} of {_ranks(ranks)}, collective {first}: "
     text += "; ".join(f"{_ranks(by)} called {call}" for call, by in begun.items())
     if missing:
         text += f"; missing: {_ranks(missing)}"
-    if unknown := sorted(set(ranks) - set(calls)):
-        text += f"; no record: {_ranks(unknown)}"
+    if unknown:
+        text += f"; unknown, because the newest {_NUM_CALLS} calls are of other groups: {_ranks(unknown)}"
+    if absent := sorted(set(ranks) - set(calls)):
+        text += f"; no record: {_ranks(absent)}"
     return [text + "."]
 
 
@@ -82,8 +103,18 @@ def _incomplete_messages(records: list[dict[str, Any]], name: str, ranks: list[i
     ]
 
 
-def _collectives_of(record: dict[str, Any], group: str) -> dict[int, dict[str, Any]]:
-    return {call["sequence"]: call for call in record["calls"] if call["group"] == group and call["sequence"] > 0}
+def _collectives_of(record: dict[str, Any], group: str, ranks: list[int]) -> dict[int, dict[str, Any]]:
+    """Return a group's collectives by number; only those of the newest group if a process has made several of a name.
+
+    torch gives the same names again after `destroy_process_group`.
+    """
+    calls: dict[int, dict[str, Any]] = {}
+    for call in record["calls"]:
+        if call["group"] == group and call["ranks"] == ranks and call["sequence"] > 0:
+            if call["sequence"] == 1:
+                calls.clear()
+            calls[call["sequence"]] = call
+    return calls
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -111,8 +142,8 @@ def draw(directory: str | os.PathLike[str], path: str | os.PathLike[str] | None 
     Raises:
         FileNotFoundError, ValueError: see `weft.flight.read`.
     """
-    records = {record["rank"]: record for record in read(directory)}
-    num_ranks = next(iter(records.values()))["num_ranks"]
+    newest, num_ranks, _ = _read_newest(directory)
+    records = {record["rank"]: record for record in newest}
     last = max(record["time"] for record in records.values())
     height = _ROW * (num_ranks + 2)
     rows = []

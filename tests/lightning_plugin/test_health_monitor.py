@@ -18,7 +18,7 @@ from torch import Tensor
 
 from support.processes import run_on_forks
 from support.ranks import on_ranks
-from weft._plugin.step_times import StepTimer, StepTimes, compares_stages, excesses, is_slow
+from weft._plugin.step_times import StepTimer, StepTimes, are_comparable, excesses, is_slow
 from weft.lightning import HealthMonitor, WeftModelParallelStrategy
 
 SLOW_SECONDS = 0.3  # far more than the work of a step
@@ -72,7 +72,7 @@ def test_slow_rank_is_named(rank: int, world_size: int, tmp_path: Path, where: s
         rows = monitor.table()
         part = "compute" if where == "step" else "loader"
         assert [row["rank"] for row in rows] == list(range(world_size))
-        assert rows[1][part] >= SLOW_SECONDS > max(row[part] for row in rows if row["rank"] != 1)
+        assert rows[1][part] >= SLOW_SECONDS and rows[1][part] == max(row[part] for row in rows)
         assert all(row["wait"] > rows[1]["wait"] for row in rows if row["rank"] != 1)
         metrics = {name: value.item() for name, value in run.callback_metrics.items() if name.startswith("health/")}
         assert metrics == {
@@ -89,9 +89,9 @@ def test_slow_rank_is_named(rank: int, world_size: int, tmp_path: Path, where: s
 @on_ranks(4)
 def test_equal_ranks_are_not_named(rank: int, world_size: int, tmp_path: Path) -> None:
     set_torchrun_environment(rank, world_size)
-    monitor = HealthMonitor(every_n_steps=3, threshold=10)
+    monitor = HealthMonitor(every_n_steps=3, threshold=3)
     strategy = WeftModelParallelStrategy(plan="auto", layout="dp2,tp2")
-    run = trainer(world_size, strategy, tmp_path, callbacks=[monitor])
+    run = trainer(world_size, strategy, tmp_path, callbacks=[monitor], limit_train_batches=3)
     assert not _fit(run, Slow(SLOW_SECONDS / 6))
     assert run.callback_metrics["health/num_slow_ranks"] == 0
     assert all(row["compute"] >= SLOW_SECONDS / 6 for row in monitor.table())
@@ -108,7 +108,10 @@ class SlowText(Text):
 
 @on_ranks(2, 4)
 def test_ranks_are_compared_within_a_stage(rank: int, world_size: int, tmp_path: Path) -> None:
-    """All ranks of the last stage sleep; on 4 ranks, one more rank does, which is the only one to be named."""
+    """All ranks of the last stage sleep; on 4 ranks, one more rank does, which is the only one to be named.
+
+    On 2 ranks, each stage has one rank, and no rank is named.
+    """
     set_torchrun_environment(rank, world_size)
     monitor = HealthMonitor(every_n_steps=3, threshold=1.5)
     layout = "pp2" if world_size == 2 else "pp2,dp2"
@@ -119,11 +122,11 @@ def test_ranks_are_compared_within_a_stage(rank: int, world_size: int, tmp_path:
     texts = _fit(run, SlowText(seconds), text_loader(rank=rank % num_ranks, num_ranks=num_ranks))
     rows = monitor.table()
     assert [row["stage"] for row in rows] == [each // num_ranks for each in range(world_size)]
-    if rank != 0:
+    logged = {name for name in run.callback_metrics if name.startswith("health/")}
+    assert ("health/slowest_rank" in logged) == ("health/num_slow_ranks" in logged) == (world_size == 4)
+    assert {"health/loader_seconds_max", "health/wait_seconds_min", "health/compute_seconds_max"} <= logged
+    if rank != 0 or world_size == 2:
         assert not texts
-    elif world_size == 2:
-        assert len(texts) == 1 and texts[0].startswith("weft: in steps 2 to 3, rank 1 spends")
-        assert texts[0].endswith("Each pipeline stage has one rank: the stages may be unequal.")
     else:
         assert len(texts) == 1 and texts[0].startswith("weft: in steps 2 to 3, rank 1 spends")
         assert texts[0].count("spends") == 1 and "the ranks of its pipeline stage" in texts[0]
@@ -132,20 +135,17 @@ def test_ranks_are_compared_within_a_stage(rank: int, world_size: int, tmp_path:
 def _fit_on_gloo(rank: int, folder: Path) -> None:
     set_torchrun_environment(rank, 2)
     os.environ["RANK"] = str(rank)
-    for where in ("step", "loader"):
-        monitor = HealthMonitor(every_n_steps=3, threshold=2)
-        strategy = WeftModelParallelStrategy(plan="auto", layout="tp2", process_group_backend="gloo", check_batches=0)
-        run = trainer(2, strategy, folder, callbacks=[monitor], limit_train_batches=3)
-        model = Slow(SLOW_SECONDS if rank == 1 and where == "step" else 0.0)
-        texts = _fit(run, model, loader(SlowData(fixed_data())) if rank == 1 and where == "loader" else loader())
-        assert len(texts) == (rank == 0 and where == "loader"), texts
-        assert all("rank 1 spends" in text and "computing" not in text for text in texts)
-        assert all(set(row) == {"rank", "stage", "step", "loader"} for row in monitor.table())
-        assert "health/wait_seconds_min" not in run.callback_metrics
+    monitor = HealthMonitor(every_n_steps=3, threshold=2)
+    strategy = WeftModelParallelStrategy(plan="auto", layout="tp2", process_group_backend="gloo", check_batches=0)
+    run = trainer(2, strategy, folder, callbacks=[monitor], limit_train_batches=3)
+    slow = rank == 1
+    assert not _fit(run, Slow(SLOW_SECONDS if slow else 0.0), loader(SlowData(fixed_data())) if slow else loader())
+    assert all(set(row) == {"rank", "stage", "step"} and row["step"] >= SLOW_SECONDS for row in monitor.table())
+    assert {name for name in run.callback_metrics if name.startswith("health/")} == {"health/step_seconds"}
 
 
-def test_other_backends_compare_loading_only(tmp_path: Path) -> None:
-    """Waits of gloo are not measured: a rank that computes slowly is not named."""
+def test_other_backends_are_not_compared(tmp_path: Path) -> None:
+    """Waits of gloo are not measured: a rank that loads and computes slowly is not named."""
     assert run_on_forks(2, _fit_on_gloo, tmp_path) == [0, 0]
 
 
@@ -188,22 +188,46 @@ class Clocked(Model):
         self.waited += 1e6
 
 
-@on_ranks(1)
+@on_ranks(2)
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_parts_of_a_step(rank: int, tmp_path: Path, accumulated: int) -> None:
-    set_torchrun_environment(rank, 1)
+def test_parts_of_a_step(rank: int, world_size: int, tmp_path: Path, accumulated: int) -> None:
+    set_torchrun_environment(rank, world_size)
     monitor = HealthMonitor(every_n_steps=2)
     with pytest.raises(RuntimeError, match=r"HealthMonitor has no times yet; call table\(\) after a run of"):
         monitor.table()
     options: dict[str, Any] = {"accumulate_grad_batches": accumulated, "val_check_interval": 2, "max_epochs": 2}
-    run = trainer(1, "weft", tmp_path, callbacks=[monitor], **options)
+    run = trainer(world_size, "weft_tp", tmp_path, callbacks=[monitor], **options)
     run.fit(Clocked(monitor), loader(), loader(fixed_data()[:4]))
     # The last window of 2 steps: batches 5 and 6, or all 6. The hook of the module comes after that of the callback.
     starts = 2 if accumulated == 1 else 5
     step = (starts * 0.5 + 2 * accumulated) / 2
     waited = 0.25 * accumulated
-    expected = {"rank": 0, "stage": 0, "step": step, "loader": 0, "wait": waited, "compute": step - waited}
-    assert monitor.table() == [expected]
+    expected = {"stage": 0, "step": step, "loader": 0, "wait": waited, "compute": step - waited}
+    assert monitor.table() == [{"rank": each} | expected for each in range(world_size)]
+
+
+class SlowInTurn(Clocked):
+    """Steps of a rank take 9 s more if its entry for the batch is true."""
+
+    def __init__(self, monitor: Any, is_slow: list[bool]) -> None:
+        super().__init__(monitor)
+        self.is_slow = is_slow
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.now += 9 if self.is_slow[batch_idx] else 0
+        return super().training_step(batch, batch_idx)
+
+
+@on_ranks(2)
+def test_warns_again_when_other_ranks_are_slow(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
+    slow_ranks = [None, 1, 1, 0, None, 0]
+    monitor = HealthMonitor(every_n_steps=1)
+    run = trainer(world_size, "weft_tp", tmp_path, callbacks=[monitor])
+    texts = _fit(run, SlowInTurn(monitor, [each == rank for each in slow_ranks]))
+    named = [text.split(" spends")[0] for text in texts]
+    numbered = [(2, 1), (4, 0), (6, 0)] if rank == 0 else []
+    assert named == [f"weft: in steps {step} to {step}, rank {each}" for step, each in numbered]
 
 
 def _rows(*parts: tuple[int, float, float], step: float = 1.0) -> list[StepTimes]:
@@ -217,14 +241,21 @@ def _rows(*parts: tuple[int, float, float], step: float = 1.0) -> list[StepTimes
         (_rows((0, 0, 0.1), (0, 0, 0.75)), [0.65, 0]),
         (_rows((0, 0.5, 0.1), (0, 0.5, 0.2), (0, 0.1, 0.2), (0, 0.9, 0.3)), [0.1, 0, 0, -0.1]),
         (_rows((0, 0, 0.1), (0, 0, 0.1), (1, 0, 0.9), (1, 0, 0.6)), [0, 0, 0, 0.3]),
-        (_rows((0, 0, 0.1), (1, 0, 0.6)), [0.5, 0]),
-        (_rows((0, 0.2, math.nan), (0, 0.5, math.nan)), [0, 0.3]),
     ],
-    ids=["two", "median", "stages", "single stages", "loading only"],
+    ids=["two", "median", "stages"],
 )
 def test_excess_over_the_median_of_a_stage(rows: list[StepTimes], expected: list[float]) -> None:
+    assert are_comparable(rows)
     assert excesses(rows) == pytest.approx(expected)
-    assert compares_stages(rows) == (len(rows) != 2 or rows[1].stage == 0)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [_rows((0, 0, 0.1)), _rows((0, 0, 0.1), (1, 0, 0.6)), _rows((0, 0.2, math.nan), (0, 0.5, math.nan))],
+    ids=["one", "single stages", "not measured"],
+)
+def test_ranks_that_are_not_comparable(rows: list[StepTimes]) -> None:
+    assert not are_comparable(rows)
 
 
 def test_slow_is_by_the_gain_in_speed() -> None:
@@ -257,10 +288,10 @@ def test_timer_adds_up_parts() -> None:
     assert timer.means(1) == (4, 0, 0)
 
 
-@on_ranks(1)
-def test_other_strategies_raise(rank: int, tmp_path: Path) -> None:
-    set_torchrun_environment(rank, 1)
-    run = trainer(1, DDPStrategy(), tmp_path, callbacks=[HealthMonitor()])
+@on_ranks(2)
+def test_other_strategies_raise(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
+    run = trainer(world_size, DDPStrategy(), tmp_path, callbacks=[HealthMonitor()])
     with pytest.raises(TypeError, match="HealthMonitor got a Trainer with a DDPStrategy; pass strategy='weft'"):
         run.fit(Model(), loader())
 

@@ -87,7 +87,7 @@ def test_seconds_waited(rank: int) -> None:
         assert weft.collectives.seconds_waited() == before
     dist.all_reduce(torch.ones(4), group=group)
     waited = weft.collectives.seconds_waited() - before
-    assert waited >= 0.3 if rank == 0 else waited > 0
+    assert waited > 0.05 if rank == 0 else waited > 0
     in_thread: list[float] = []
     thread = threading.Thread(target=lambda: in_thread.append(weft.collectives.seconds_waited()))
     thread.start()
@@ -113,14 +113,22 @@ def test_torch_records_completion(rank: int) -> None:
     assert {entry["state"] for entry in entries} == {"completed"}
 
 
-def _write(folder: Path, rank: int, calls: list[tuple[str, int, str, str]], num_ranks: int = 3) -> None:
+def _write(
+    folder: Path,
+    rank: int,
+    calls: list[tuple[str, int, str, str]],
+    num_ranks: int = 3,
+    time: float = 105.0,
+    error: str = "late\n",
+    ranks: tuple[int, ...] = (0, 1, 2),
+) -> None:
     """Write a record with calls of (group, sequence, call, state)."""
     rows = [
-        {"group": group, "ranks": [0, 1, 2], "sequence": n, "call": call, "bytes": 8, "state": state}
+        {"group": group, "ranks": ranks, "sequence": n, "call": call, "bytes": 8, "state": state}
         | {"begin": 100.0 + i, "end": None if state == "started" else 100.5 + i}
         for i, (group, n, call, state) in enumerate(calls)
     ]
-    record = {"rank": rank, "num_ranks": num_ranks, "host": "a", "pid": 7, "time": 105.0, "error": "late\n"}
+    record = {"rank": rank, "num_ranks": num_ranks, "host": "a", "pid": 7, "time": time, "error": error}
     record |= {"writer": "MainThread", "calls": rows, "stacks": {"MainThread (1)": ["  File <a>, in f\n    g()"]}}
     (folder / f"flight-rank-{rank:05}.json").write_text(json.dumps(record))
 
@@ -139,13 +147,53 @@ def test_report_of_a_mismatch(tmp_path: Path) -> None:
     ]
 
 
+def test_report_of_a_rank_whose_calls_are_of_other_groups(tmp_path: Path) -> None:
+    """Its 512 calls may have replaced those of the group."""
+    _write(tmp_path, 0, [("0", 8, "a()", "failed")])
+    _write(tmp_path, 1, [("1", n + 1, "b()", "done") for n in range(512)])
+    _write(tmp_path, 2, [("1", n + 1, "b()", "done") for n in range(511)])
+    assert flight_report.report(tmp_path).splitlines()[1] == (
+        "group '0' of ranks 0 to 2, collective 8: rank 0 called a(); missing: rank 2; "
+        "unknown, because the newest 512 calls are of other groups: rank 1."
+    )
+
+
+def test_report_of_groups_with_equal_names(tmp_path: Path) -> None:
+    """A name is given again after its group was destroyed, perhaps to other ranks."""
+    old = [("0", 5, "old()", "failed"), ("0", 6, "old()", "failed")]
+    _write(tmp_path, 0, [*old, ("0", 1, "a()", "done"), ("0", 2, "b()", "started")])
+    _write(tmp_path, 1, [*old, ("0", 1, "a()", "done")])
+    _write(tmp_path, 2, [("0", 3, "c()", "done")], ranks=(1, 2))
+    lines = flight_report.report(tmp_path).splitlines()
+    assert [line for line in lines if line.startswith("group")] == [
+        "group '0' of ranks 0 to 2, collective 2: rank 0 called b(); missing: ranks 1, 2."
+    ]
+
+
+def test_report_begins_with_the_first_incomplete_call(tmp_path: Path) -> None:
+    _write(tmp_path, 0, [("1", 1, "b()", "failed"), ("0", 1, "a()", "started")], error="")
+    lines = flight_report.report(tmp_path).splitlines()
+    assert [line[:9] for line in lines[2:4]] == ["group '1'", "group '0'"]
+    assert lines[4] == "rank 0 (pid 7) raised an error without a text"
+
+
+def test_report_leaves_out_records_of_a_job_of_another_size(tmp_path: Path) -> None:
+    _write(tmp_path, 0, [("0", 1, "a()", "failed")], num_ranks=2, time=200.0)
+    for rank in (1, 2, 3):
+        _write(tmp_path, rank, [("0", 1, "old()", "failed")], num_ranks=4)
+    text = flight_report.report(tmp_path)
+    assert text.startswith("1 of 2 ranks have written a flight record.\nNo record: rank 1.")
+    assert "Left out, because of a job with another number of ranks: ranks 1 to 3." in text and "old()" not in text
+    assert flight_report.draw(tmp_path).count(">rank ") == 2
+
+
 def test_report_of_missing_ranks_and_records(tmp_path: Path) -> None:
     """A call that is older than the oldest of a record is not missing."""
     _write(tmp_path, 0, [("0", 8, "<a>", "failed")], num_ranks=5)
     _write(tmp_path, 1, [("0", 7, "<a>", "done")], num_ranks=5)
     lines = flight_report.report(tmp_path).splitlines()
-    assert (
-        lines[1] == "No record: ranks 2 to 4. A rank writes none if it has ended, is stopped, or runs no Python code."
+    assert lines[1] == (
+        "No record: ranks 2 to 4. A rank writes none if it has ended, is stopped, or is in C code that holds the GIL."
     )
     expected = "group '0' of ranks 0 to 2, collective 8: rank 0 called <a>; missing: rank 1; no record: rank 2."
     assert lines[2] == expected
