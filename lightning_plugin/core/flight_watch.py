@@ -30,7 +30,7 @@ class FlightWatch:
         self._lock = threading.Lock()
         self._is_claimed = False  # by the thread that writes the record
         self._stopped = threading.Event()
-        self._known_failure = flight.failure()  # of an earlier run in this process
+        self._known_failures = set(flight.failures())  # of an earlier run in this process
         try:
             flight.set_aside(directory, rank)
         except OSError as problem:
@@ -50,11 +50,10 @@ class FlightWatch:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SECONDS):
-            text = flight.failure()
-            if text and text != self._known_failure:
+            if new := [text for text in flight.failures() if text not in self._known_failures]:
                 # The main thread may be about to raise the failure: its record has the traceback.
                 self._stopped.wait(_POLL_SECONDS)
-                self._write(text)
+                self._write("\n".join(new))
                 return
 
     def _write(self, error: BaseException | str) -> None:

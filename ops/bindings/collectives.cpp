@@ -131,7 +131,7 @@ PYBIND11_MODULE(_collectives, m) {
   m.def("make_backend", &make_backend);
   m.def("exit_after", &exit_after, py::arg("delay"), py::arg("status"));
   m.def("flight_log", &flight_log);
-  m.def("failure_of_groups", &ops::failure_of_groups, py::call_guard<py::gil_scoped_release>());
+  m.def("failures_of_groups", &ops::failures_of_groups, py::call_guard<py::gil_scoped_release>());
   m.def("seconds_waited", &ops::seconds_waited);
   m.def("leave_all_groups", &ops::leave_all_groups, py::call_guard<py::gil_scoped_release>());
   m.def("link_pipeline", &ops::link_pipeline, py::call_guard<py::gil_scoped_release>());

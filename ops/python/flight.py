@@ -19,19 +19,19 @@ from typing import Any
 
 from weft import _collectives
 
-__all__ = ["failure", "read", "set_aside", "write"]
+__all__ = ["failures", "read", "set_aside", "write"]
 
 _PATTERN = "flight-rank-*.json"
 _KEYS = {"rank", "num_ranks", "host", "pid", "time", "error", "writer", "calls", "stacks"}
 
 
-def failure() -> str:
-    """Return the text of the failure of a group of the backend `weft` in this process, or "".
+def failures() -> list[str]:
+    """Return the texts of the failures of the groups of the backend `weft` that this process has not left.
 
     A group fails on all ranks, also on those that make no call. On a host where no rank is in a call of the group, the
     failure is seen with the next call.
     """
-    return _collectives.failure_of_groups()
+    return _collectives.failures_of_groups()
 
 
 def write(directory: str | os.PathLike[str], rank: int, num_ranks: int, error: BaseException | str) -> Path:

@@ -123,7 +123,7 @@ def test_earlier_record_is_set_aside(tmp_path: Path) -> None:
 def test_stuck_rank_writes_its_own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure that is older than the watch is not its own."""
     texts = ["an old failure"]
-    monkeypatch.setattr(flight, "failure", lambda: texts[-1])
+    monkeypatch.setattr(flight, "failures", lambda: list(texts))
     watch = FlightWatch(tmp_path / "flight", rank=0, num_ranks=1)
     try:
         time.sleep(0.5)

@@ -2,6 +2,7 @@
 #include "backend.h"
 
 #include "backend_transport.h"
+#include "fork_safe_mutex.h"
 #include "host_copy.h"
 #include "message_checks.h"
 #include "multi_host_group.h"
@@ -52,21 +53,33 @@ class LiveGroups {
 
   void add(const std::shared_ptr<Group>& group) {
     const std::lock_guard lock(mutex_);
-    std::erase_if(groups_, [](const auto& each) { return each.expired(); });
-    groups_.push_back(group);
+    std::erase_if(groups_, [](const Member& each) { return each.group.expired(); });
+    groups_.push_back({group});
   }
 
-  // The first failure that is found, or null.
-  std::exception_ptr failure() {
-    for (const auto& group : live_groups()) {
-      if (auto error = group->failure()) return error;
+  // Leaves a group; works may keep it alive.
+  void leave(const std::shared_ptr<Group>& group) {
+    {
+      const std::lock_guard lock(mutex_);
+      for (Member& each : groups_) {
+        const bool is_same = !each.group.owner_before(group) && !group.owner_before(each.group);
+        if (is_same) each.is_left = true;
+      }
     }
-    return nullptr;
+    group->leave();
+  }
+
+  // The failures of the groups that this process has not left.
+  std::vector<std::exception_ptr> failures() {
+    std::vector<std::exception_ptr> result;
+    for (const auto& group : live_groups(false)) {
+      if (auto error = group->failure()) result.push_back(std::move(error));
+    }
+    return result;
   }
 
   void leave_all() {
-    const auto groups = live_groups();
-    for (const auto& group : groups) group->leave();
+    for (const auto& group : live_groups()) leave(group);
   }
 
   size_t own_resident_bytes() {
@@ -76,17 +89,23 @@ class LiveGroups {
   }
 
  private:
-  std::vector<std::shared_ptr<Group>> live_groups() {
-    const std::lock_guard lock(mutex_);
+  struct Member {
+    std::weak_ptr<Group> group;
+    bool is_left = false;
+  };
+
+  std::vector<std::shared_ptr<Group>> live_groups(bool with_left = true) {
     std::vector<std::shared_ptr<Group>> groups;
-    for (const auto& each : groups_) {
-      if (auto group = each.lock()) groups.push_back(std::move(group));
+    const std::lock_guard lock(mutex_);
+    for (const Member& each : groups_) {
+      if (each.is_left && !with_left) continue;
+      if (auto group = each.group.lock()) groups.push_back(std::move(group));
     }
     return groups;
   }
 
-  std::mutex mutex_;
-  std::vector<std::weak_ptr<Group>> groups_;
+  std::mutex& mutex_ = fork_safe_mutex<LiveGroups>();
+  std::vector<Member> groups_;
 };
 
 std::shared_ptr<Group> join(const c10::intrusive_ptr<c10d::Store>& store,
@@ -145,11 +164,11 @@ WeftBackend::WeftBackend(const c10::intrusive_ptr<c10d::Store>& store,
       group_facts_(facts_of(*options_, size)) {}
 
 // Works may keep the group alive; this rank leaves the group nevertheless.
-WeftBackend::~WeftBackend() { group_->leave(); }
+WeftBackend::~WeftBackend() { LiveGroups::instance().leave(group_); }
 
 void WeftBackend::abort() { group_->abort(""); }
 
-void WeftBackend::shutdown() { group_->leave(); }
+void WeftBackend::shutdown() { LiveGroups::instance().leave(group_); }
 
 c10d::ErrorType WeftBackend::getError() {
   const std::exception_ptr failure = group_->failure();
@@ -270,6 +289,10 @@ std::vector<LoggedCall> flight_log() {
   const auto seconds = [](Log::Time time) {
     return std::chrono::duration<double>(time.time_since_epoch()).count();
   };
+  const auto text_of = [](Log::State state) {
+    if (state == Log::State::kStarted) return "started";
+    return state == Log::State::kDone ? "done" : "failed";
+  };
   std::vector<LoggedCall> result;
   for (const Log::Entry& entry : Log::instance().entries()) {
     const bool is_over = entry.state != Log::State::kStarted;
@@ -278,23 +301,23 @@ std::vector<LoggedCall> flight_log() {
                       entry.call.sequence,
                       entry.call.describe(),
                       entry.call.num_bytes,
-                      !is_over                           ? "started"
-                      : entry.state == Log::State::kDone ? "done"
-                                                         : "failed",
+                      text_of(entry.state),
                       seconds(entry.begin),
                       is_over ? std::optional(seconds(entry.end)) : std::nullopt});
   }
   return result;
 }
 
-std::string failure_of_groups() {
-  const std::exception_ptr failure = collectives::LiveGroups::instance().failure();
-  if (failure == nullptr) return "";
-  try {
-    std::rethrow_exception(failure);
-  } catch (const std::exception& error) {
-    return error.what();
+std::vector<std::string> failures_of_groups() {
+  std::vector<std::string> texts;
+  for (const std::exception_ptr& failure : collectives::LiveGroups::instance().failures()) {
+    try {
+      std::rethrow_exception(failure);
+    } catch (const std::exception& error) {
+      texts.emplace_back(error.what());
+    }
   }
+  return texts;
 }
 
 double seconds_waited() { return collectives::seconds_waited_by_thread(); }

@@ -90,6 +90,7 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
     FlightLog::instance().end(log_id, FlightLog::State::kFailed);
     throw;
   }
+  if (steps.empty()) FlightLog::instance().end(log_id, FlightLog::State::kDone);
   return work;
 }
 

@@ -3,11 +3,15 @@
 // c10d's completion hooks, by which torch's flight recorder gets the completion of a call. Releases
 // of torch before 2.15 have none.
 
+#include "fork_safe_mutex.h"
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/headeronly/version.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -27,6 +31,7 @@ class CompletionHooks {
     auto hooks = hooks_ ? *hooks_ : Hooks{};
     hooks.emplace_back(hook_id, std::move(hook));
     hooks_ = std::make_shared<const Hooks>(std::move(hooks));
+    has_hooks_ = true;
   }
 
   void remove(int64_t hook_id) {
@@ -34,11 +39,14 @@ class CompletionHooks {
     if (!hooks_) return;
     auto hooks = *hooks_;
     std::erase_if(hooks, [&](const auto& each) { return each.first == hook_id; });
-    hooks_ = hooks.empty() ? nullptr : std::make_shared<const Hooks>(std::move(hooks));
+    has_hooks_ = !hooks.empty();
+    hooks_ = has_hooks_ ? std::make_shared<const Hooks>(std::move(hooks)) : nullptr;
   }
 
-  // Calls the hooks. key: of the work, see c10d::Work::getCompletionKey.
+  // Calls the hooks. key: of the work, see c10d::Work::getCompletionKey. An exception of a hook is
+  // a warning: the call is complete nevertheless.
   void call(uint64_t key, std::chrono::duration<float, std::milli> duration) const {
+    if (!has_hooks_) return;
     // A hook may block on a lock whose holder calls add() or remove(): call it without the mutex.
     std::shared_ptr<const Hooks> hooks;
     {
@@ -46,14 +54,21 @@ class CompletionHooks {
       hooks = hooks_;
     }
     if (!hooks) return;
-    for (const auto& [_, hook] : *hooks) hook({key, duration.count()});
+    for (const auto& [_, hook] : *hooks) {
+      try {
+        hook({key, duration.count()});
+      } catch (const std::exception& error) {
+        TORCH_WARN("weft: a completion hook failed: ", error.what());
+      }
+    }
   }
 
  private:
   using Hooks = std::vector<std::pair<int64_t, c10d::CompletionHook>>;
 
-  mutable std::mutex mutex_;
-  std::shared_ptr<const Hooks> hooks_;  // null: none
+  std::mutex& mutex_ = fork_safe_mutex<CompletionHooks>();  // of all groups
+  std::shared_ptr<const Hooks> hooks_;                      // null: none
+  std::atomic<bool> has_hooks_{false};
 };
 
 #else

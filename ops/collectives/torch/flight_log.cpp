@@ -1,20 +1,13 @@
 #include "flight_log.h"
 
-#include <pthread.h>
 #include <sstream>
 #include <utility>
 
 namespace weft::collectives {
 
 FlightLog& FlightLog::instance() {
-  // NOTE: never destroyed: a call may end while the process exits. A fork waits until no other
-  // thread holds the mutex, which would stay locked in the child.
-  static auto* const log = [] {
-    static auto* const made = new FlightLog;
-    ::pthread_atfork(
-        [] { made->mutex_.lock(); }, [] { made->mutex_.unlock(); }, [] { made->mutex_.unlock(); });
-    return made;
-  }();
+  // NOTE: never destroyed: a call may end while the process exits.
+  static auto* const log = new FlightLog;
   return *log;
 }
 
@@ -38,6 +31,7 @@ void FlightLog::end(uint64_t id, State state) {
 std::vector<FlightLog::Entry> FlightLog::entries() const {
   const std::lock_guard lock(mutex_);
   std::vector<Entry> result;
+  result.reserve(kCapacity);
   const uint64_t first = num_calls_ < kCapacity ? 1 : num_calls_ - kCapacity + 1;
   for (uint64_t id = first; id <= num_calls_; ++id) result.push_back(entries_[id % kCapacity]);
   return result;

@@ -5,6 +5,7 @@
 //
 // Thread-safe.
 
+#include "fork_safe_mutex.h"
 #include "messages.h"
 #include "signature.h"
 
@@ -62,7 +63,7 @@ class FlightLog {
   std::vector<Entry> entries() const;
 
  private:
-  mutable std::mutex mutex_;
+  std::mutex& mutex_ = fork_safe_mutex<FlightLog>();
   uint64_t num_calls_ = 0;
   std::array<Entry, kCapacity> entries_;  // call `id` is at id % kCapacity
 };

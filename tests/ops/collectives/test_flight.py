@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -66,13 +68,72 @@ def test_failed_and_started_calls(rank: int) -> None:
             work.wait(timedelta(seconds=0.2))
         assert [call["state"] for call in _log(group)] == ["failed"]
     deadline = time.monotonic() + 20
-    while not flight.failure() and time.monotonic() < deadline:  # also on the rank that makes no call
+    while not flight.failures() and time.monotonic() < deadline:  # also on the rank that makes no call
         time.sleep(0.01)
-    assert "all_reduce(sum, float32 [4])" in flight.failure()
+    [text] = flight.failures()
+    assert "all_reduce(sum, float32 [4])" in text
     with pytest.raises(weft.CollectiveTimeoutError):
         dist.barrier(group)
     assert _log(group)[-1]["state"] == "failed"
     dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_failures_of_all_groups_that_are_not_left(rank: int) -> None:
+    groups = [dist.new_group(backend="cpu:weft") for _ in range(2)]
+    names = [f"of group '{group.group_name}'" for group in groups]
+    works = []
+    for num_failed, group in enumerate(groups, 1):
+        works.append(dist.all_reduce(torch.ones(2 + rank), group=group, async_op=True))
+        with pytest.raises(weft.CollectiveMismatchError):
+            works[-1].wait()
+        texts = flight.failures()
+        assert len(texts) == num_failed and all(name in text for name, text in zip(names, texts, strict=False)), texts
+    dist.destroy_process_group(groups[0])  # the work keeps the group's memory alive
+    [text] = flight.failures()
+    assert names[1] in text
+    dist.destroy_process_group(groups[1])
+    assert flight.failures() == []
+
+
+@on_ranks(2)
+def test_call_without_tensors_is_done(rank: int) -> None:
+    group = dist.new_group(backend="cpu:weft")
+    backend = group._get_backend(torch.device("cpu"))
+    backend.allreduce_coalesced([], dist.AllreduceCoalescedOptions())
+    assert [call["state"] for call in _log(group)] == ["done"]
+
+
+@on_ranks(2)
+def test_fork_while_a_thread_looks_for_failures(rank: int) -> None:
+    """The child can look for failures, too: no lock that the thread holds stays locked."""
+    groups = [dist.new_group(backend="cpu:weft") for _ in range(5)]
+    if rank == 0:
+        _fork_while_a_thread_looks_for_failures()
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def _fork_while_a_thread_looks_for_failures() -> None:
+    stopped = threading.Event()
+
+    def look() -> None:
+        while not stopped.is_set():
+            flight.failures()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for _ in range(20):
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)  # ends a child that hangs
+                flight.failures()
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+    finally:
+        stopped.set()
+        thread.join()
 
 
 @on_ranks(2)

@@ -93,9 +93,9 @@ struct LoggedCall {
 // Returns the newest calls of this process in all its groups, at most 512, the oldest first.
 WEFT_OPS_API std::vector<LoggedCall> flight_log();
 
-// Returns the text of the failure of a group that this process has not left, or "". A group fails
-// on all ranks, also on those that make no call.
-WEFT_OPS_API std::string failure_of_groups();
+// Returns the texts of the failures of the groups that this process has not left, the oldest group
+// first. A group fails on all ranks, also on those that make no call.
+WEFT_OPS_API std::vector<std::string> failures_of_groups();
 
 // Returns the seconds that the calling thread has waited for collectives and messages of all
 // groups, which include the time in which it moved and reduced data. Waits through futures do not
