@@ -41,8 +41,9 @@ class _Report:
 class NonFiniteMixin:
     """Raises RuntimeError on all ranks, before the optimizer steps, if a loss or a gradient has NaN or infinity.
 
-    The weights and the optimizer's state are those before the step. The error is the same on all ranks. It names the
-    step and, for each rank, the loss and the first parameter, in the model's order, whose gradient is not finite.
+    If each step is checked, the weights and the optimizer's state are those before the step; with manual optimization,
+    other optimizers may have stepped. The error is the same on all ranks. It names the step and, for each rank, the
+    loss and the first parameter, in the model's order, whose gradient is not finite.
 
     A check reads each gradient once, and takes one all-reduce of one number, for which the host of a GPU waits. If
     gradients are averaged over data-parallel ranks, one rank's NaN is in the gradients of all by then. The losses show
@@ -52,13 +53,15 @@ class NonFiniteMixin:
     ValueError with `optimizer_in_backward`, whose gradients are used and freed before all of them exist.
 
     Args:
-        every_n_steps: the optimizer steps between two checks. With more than 1, a step that is not checked may change
-            weights to NaN; the losses of all steps are checked, and the first that is not finite is named.
+        every_n_steps: the optimizer steps between two checks; with manual optimization, the batches, after which the
+            next step of each optimizer is checked. With more than 1, a step that is not checked may change weights to
+            NaN; the losses of all steps are checked, and the first that is not finite is named.
         find_module: also name the first module, on each rank, whose output is not finite although its inputs are; if
             there is none, the first module's output or parameter whose gradient is not finite before it is averaged.
             Hooks then read each input and output of each module, and the gradients of outputs and parameters: one small
             reduction for each, without waiting for the device. Infinite outputs with a minus sign are ignored, because
-            masks have them. Modules in a fused MLP, and in a module compiled by `torch.compile`, are not seen.
+            masks have them. Modules in a fused MLP, and in a module compiled by `torch.compile`, are not seen, nor are
+            the logits of a `vocab_head`.
     """
 
     def __init__(self, every_n_steps: int = 1, find_module: bool = False) -> None:
@@ -68,6 +71,9 @@ class NonFiniteMixin:
         self._find_module = find_module
         self._names: dict[Tensor, str] = {}  # the parameters, in the model's order
         self._losses: list[tuple[int, Tensor]] = []  # (step, loss) since the last check
+        self._is_due = False  # whether any rank has a loss since the last check
+        self._first_step = 0
+        self._checked_steps: dict[Any, int] = {}  # optimizer -> the step of its last check
         self._watch: ModuleWatch | None = None
         self._has_loss = True
         self._replica = self._stage = 0
@@ -78,6 +84,7 @@ class NonFiniteMixin:
         if not isinstance(strategy, StrategyMixin):
             raise TypeError(f"NonFiniteCheck got a Trainer with a {type(strategy).__name__}; pass strategy='weft'.")
         self._forget()
+        self._first_step = num_steps(trainer, pl_module)
         self._names = parameter_names(pl_module)
         # Steps give all stages the loss that the last stage has computed.
         has_stages = PIPELINE_AXIS in (strategy.device_mesh.mesh_dim_names or ())
@@ -102,6 +109,7 @@ class NonFiniteMixin:
         """Keep the loss, one number, for the next check."""
         from weft.strategy.data_parallel.local import local_shard
 
+        self._is_due = True
         if self._has_loss:
             self._losses.append((_current_step(trainer, pl_module), local_shard(loss)))
 
@@ -110,21 +118,28 @@ class NonFiniteMixin:
         from weft.strategy.data_parallel.local import local_shard
 
         step = _current_step(trainer, pl_module)
-        if step % self._every_n_steps == 0:
+        checked = self._checked_steps.get(optimizer, self._first_step)
+        # Manual optimization may leave out steps, and step an optimizer several times in one.
+        if step == checked or step // self._every_n_steps > checked // self._every_n_steps:
             gradients = {}
             if getattr(trainer.precision_plugin, "scaler", None) is None:
                 gradients = {name: local_shard(grad) for name, grad in self._gradients(optimizer)}
-            self._check(step, gradients, trainer.strategy.root_device)
+            automatic = pl_module.automatic_optimization
+            weights = "the weights are those before this step" if automatic else "this optimizer has not stepped"
+            self._check(step, gradients, trainer.strategy.root_device, weights)
+            self._checked_steps[optimizer] = step
         if self._watch is not None:
             self._watch.clear()
 
-    def _check(self, step: int, gradients: dict[str, Tensor], device: torch.device, is_stepped: bool = False) -> None:
+    def _check(self, step: int, gradients: dict[str, Tensor], device: torch.device, weights: str) -> None:
+        """Raise RuntimeError if a value is not finite; `weights`: the text if the loss of no earlier step is bad."""
         from weft.strategy.faults import are_finite, is_set_on_any_rank
 
         seen = [*gradients.values(), *(loss for _, loss in self._losses)]
         if is_set_on_any_rank(~are_finite(seen), device):
-            raise RuntimeError(self._error_text(step, self._report(step, gradients), is_stepped))
+            raise RuntimeError(self._error_text(step, self._report(step, gradients), weights))
         self._losses.clear()
+        self._is_due = False
 
     def _gradients(self, optimizer: Any) -> list[tuple[str, Tensor]]:
         """Return the gradients of an optimizer's parameters, with names, in the model's order."""
@@ -152,8 +167,8 @@ class NonFiniteMixin:
         source = None if self._watch is None else self._watch.first()
         return _Report(loss, gradient_text, source, self._replica, self._stage)
 
-    def _error_text(self, step: int, report: _Report, is_stepped: bool) -> str:
-        """Return the text, equal on all ranks; collective. `is_stepped`: the optimizer has done this step."""
+    def _error_text(self, step: int, report: _Report, weights: str) -> str:
+        """Return the text, equal on all ranks; collective. `weights`: their state if no earlier loss is bad."""
         reports: list[Any] = [report]
         if dist.is_initialized() and dist.get_world_size() > 1:
             reports = [None] * dist.get_world_size()
@@ -162,11 +177,11 @@ class NonFiniteMixin:
         losses = [each.loss[1] if each.loss is not None and each.loss[0] == first_step else "" for each in reports]
         sources = _earliest_sources(reports) if first_step == step else []
         texts = [_by_rank(losses), _by_rank([each.gradients for each in reports]), _by_rank(sources)]
-        hint, weights = "", "the weights are those before this step"
+        hint = ""
         if not any(losses) and not any(sources) and len({each.replica for each in reports if each.gradients}) > 1:
             hint = " (after averaging over data-parallel ranks: pass find_module=True to find the rank)"
-        if first_step < step or is_stepped:
-            weights = f"the weights may have changed to such values since step {first_step}"
+        if first_step < step:
+            weights = _changed_since(first_step)
         return (
             f"NonFiniteCheck: in step {step}, {'; '.join(text for text in texts if text)}{hint}; {weights}: "
             "check the batch, the learning rate and the device, and resume from a checkpoint."
@@ -175,8 +190,8 @@ class NonFiniteMixin:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Check the losses since the last check. Collective."""
         step = num_steps(trainer, pl_module)
-        if step % self._every_n_steps != 0:
-            self._check(step, {}, trainer.strategy.root_device, is_stepped=True)
+        if self._is_due:
+            self._check(step, {}, trainer.strategy.root_device, _changed_since(step))
         self._forget()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -184,6 +199,8 @@ class NonFiniteMixin:
 
     def _forget(self) -> None:
         self._losses.clear()
+        self._is_due = False
+        self._checked_steps.clear()
         self._names = {}
         if self._watch is not None:
             self._watch.remove()
@@ -195,8 +212,14 @@ def _current_step(trainer: Any, pl_module: Any) -> int:
     return num_steps(trainer, pl_module) + (1 if pl_module.automatic_optimization else 0)
 
 
+def _changed_since(step: int) -> str:
+    return f"the weights may have changed to such values since step {step}"
+
+
 def _watched_modules(pl_module: nn.Module) -> dict[str, nn.Module]:
     """Return modules by name, without metrics, whose values need not be finite, and compiled ones, and their parts."""
+    if _is_compiled(pl_module):
+        return {}
     modules = {f"{name}.": module for name, module in pl_module.named_modules()}
     left_out = tuple(name for name, module in modules.items() if _is_metric(module) or _is_compiled(module))
     watched = {name: module for name, module in modules.items() if not name.startswith(left_out)}

@@ -22,8 +22,10 @@ class ReplicaMixin:
 
     Every rank hashes the bytes of its parameters and of the tensors in its optimizers' states that other ranks hold,
     too: those replicated over data-parallel ranks, over tensor-parallel ranks, and parameters that pipeline stages
-    share. Sharded tensors have no second copy, and are not compared. Buffers are not compared: running statistics are
-    those of each rank's own data. The error names the first tensor that differs, the step and the ranks.
+    share. Sharded tensors have no second copy, and are not compared. With `zero_stage=1`, each step gathers the weights
+    from their owners, so that a changed weight is overwritten, or spread to all ranks, before most checks. Buffers are
+    not compared: running statistics are those of each rank's own data. The error names the first tensor that differs,
+    the step and the ranks.
 
     A check reads each compared tensor once (on a GPU: copies it to the host), and takes one all-gather of at most 16
     numbers of each rank. Other steps take no time.
@@ -33,7 +35,7 @@ class ReplicaMixin:
     parameters: use `torch.use_deterministic_algorithms(True)`, or compare over data-parallel axes only.
 
     Args:
-        every_n_steps: the optimizer steps between two checks.
+        every_n_steps: the optimizer steps between two checks. The last step is checked, too, at the end of training.
         axes: the mesh axes over which replicas are compared, some of "data_replicate", "data_parallel",
             "tensor_parallel" and "pipeline_parallel". None: all.
 
@@ -51,7 +53,7 @@ class ReplicaMixin:
         self.num_compared = 0
         self._every_n_steps = every_n_steps
         self._axes = frozenset(_AXES if axes is None else axes)
-        self._step = 0
+        self._step = self._checked_step = 0
         self._equal_after: int | None = None  # the step of the last check
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -60,7 +62,8 @@ class ReplicaMixin:
             raise TypeError(
                 f"ReplicaCheck got a Trainer with a {type(trainer.strategy).__name__}; pass strategy='weft'."
             )
-        self._step, self._equal_after = num_steps(trainer, pl_module), None
+        self._step = self._checked_step = num_steps(trainer, pl_module)
+        self._equal_after = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After every `every_n_steps` optimizer steps, compare; raise RuntimeError if replicas differ. Collective."""
@@ -68,9 +71,15 @@ class ReplicaMixin:
         if self._step != before and self._step % self._every_n_steps == 0:
             self._check(trainer.strategy, pl_module)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Compare after the last step, unless that is done; raise RuntimeError if replicas differ. Collective."""
+        if self._step != self._checked_step:
+            self._check(trainer.strategy, pl_module)
+
     def _check(self, strategy: Any, pl_module: Any) -> None:
         from weft.strategy.faults import compare_replicas
 
+        self._checked_step = self._step
         comparison = compare_replicas(
             self._replicas(strategy, pl_module), strategy.device_mesh, strategy.root_device, PIPELINE_AXIS
         )

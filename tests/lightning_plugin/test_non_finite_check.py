@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_plugin.scripts.pipeline_models import Text, pipeline_strategy, text_loader
 from lightning_plugin.scripts.plugin_models import (
     DIM,
+    NUM_BATCHES,
     Model,
     assert_same_weights,
     fixed_data,
@@ -24,13 +26,14 @@ from lightning_plugin.scripts.plugin_models import (
 )
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import MeanMetric
 
 from support.ranks import on_ranks, run_on_ranks
 from weft._plugin.non_finite_check import _watched_modules
 from weft.lightning import NonFiniteCheck, WeftModelParallelStrategy
 from weft.strategy.data_parallel.local import local_shard
-from weft.strategy.faults import non_finite
+from weft.strategy.faults import ModuleWatch, non_finite
 
 NAN = float("nan")
 STEP = 3  # the third batch has the fault
@@ -181,12 +184,19 @@ FAULTS: dict[str, tuple[str, int, tuple[str, int], bool, str]] = {  # layout, ze
 }
 
 
+@functools.cache
+def _healthy(world_size: int, folder: str, layout: str, zero: int, find_module: bool) -> list[tuple[str, Any]]:
+    return run_on_ranks(
+        world_size, _fit, folder=folder, layout=layout, zero=zero, fault=("", 0), find_module=find_module
+    )
+
+
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_ends_the_run_before_the_step(tmp_path: Path, name: str) -> None:
+def test_fault_ends_the_run_before_the_step(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     layout, zero, fault, find_module, expected = FAULTS[name]
-    case = {"folder": str(tmp_path), "layout": layout, "zero": zero, "find_module": find_module}
+    case = {"folder": str(tmp_path_factory.getbasetemp()), "layout": layout, "zero": zero, "find_module": find_module}
     world_size = 4 if "," in layout else 2
-    healthy = run_on_ranks(world_size, _fit, fault=("", 0), **case)
+    healthy = _healthy(world_size, **case)
     faulty = run_on_ranks(world_size, _fit, fault=fault, **case)
     assert [text for text, _ in healthy] == [""] * world_size
     texts = {text.replace("'norm.bias' was", "'norm.weight' was") for text, _ in faulty}  # either gradient may be first
@@ -206,13 +216,19 @@ class FaultyText(Text):
         return output * NAN if self.trainer.global_step == 1 and dist.get_rank() == 0 else None
 
 
+VOCAB_HEAD = {"model.tok_embeddings": "vocab_embedding", "model.output": "vocab_head"}
+
+
 def _fit_stages(rank: int, world_size: int, folder: str, layout: str, find_module: bool) -> str:
     set_torchrun_environment(rank, world_size)
     callbacks = [NonFiniteCheck(find_module=find_module)]
-    strategy = pipeline_strategy(layout, check_batches=0)
+    if layout == "tp2":
+        strategy = WeftModelParallelStrategy(plan=VOCAB_HEAD, layout=layout, check_batches=0)
+    else:
+        strategy = pipeline_strategy(layout, check_batches=0)
     run = trainer(world_size, strategy, folder, callbacks=callbacks, accumulate_grad_batches=1)
     with pytest.raises(RuntimeError) as caught:
-        run.fit(FaultyText(), text_loader(rank=rank % 2 if "dp2" in layout else 0, num_ranks=world_size // 2))
+        run.fit(FaultyText(), text_loader(24, 8, rank % 2 if "dp2" in layout else 0, world_size // 2))
     assert run.global_step == 1
     return str(caught.value)
 
@@ -267,24 +283,43 @@ def test_losses_between_checks_are_kept(rank: int, world_size: int, tmp_path: Pa
         run.fit(Faulty("loss", 0), loader())
 
 
+@on_ranks(2)
+def test_logits_of_vocab_head_are_not_read(rank: int, world_size: int, tmp_path: Path) -> None:
+    text = _fit_stages(rank, world_size, str(tmp_path), "tp2", find_module=True)
+    assert "; the output of 'model.layers.1' (LlamaBlock) was the first on rank 0; the weights are those" in text, text
+
+
 class Manual(Faulty):
-    def __init__(self, *fault: Any) -> None:
-        super().__init__(*fault)
-        self.automatic_optimization = False
+    """Steps its optimizer after the first of every `every` batches."""
+
+    def __init__(self, fault: str, rank: int, every: int = 1) -> None:
+        super().__init__(fault, rank)
+        self.automatic_optimization, self.every = False, every
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+        if batch_idx % self.every == 0:
+            optimizer.step()
 
 
 @on_ranks(2)
 def test_manual_optimization(rank: int, world_size: int, tmp_path: Path) -> None:
+    """With a check every 2 batches and an optimizer step in batches 1, 3 and 5, batches 3 and 5 are checked."""
     set_torchrun_environment(rank, world_size)
-    run = trainer(world_size, "weft_tp", tmp_path, callbacks=[PoisonGradient(), NonFiniteCheck()])
-    with pytest.raises(RuntimeError, match=r"in step 3, the gradient of 'feed_forward.w3.weight' .* on rank 1;"):
-        run.fit(Manual("gradient", 1), loader())
+    bad_gradient = r", the gradient of 'feed_forward.w3.weight' .* on rank 1; "
+    changed = "; the weights may have changed to such values since step 4: check"
+    for check, every, fault, batches, expected in (
+        (NonFiniteCheck(), 1, "gradient", 6, f"in step 3{bad_gradient}this optimizer has not stepped: check"),
+        (NonFiniteCheck(2), 2, "gradient", 6, f"in step 5{bad_gradient}this optimizer has not stepped: check"),
+        (NonFiniteCheck(2), 2, "loss", 6, f"in step 5, the loss of step 4 is inf on rank 1; .*{changed}"),
+        (NonFiniteCheck(2), 2, "loss", 4, f"in step 4, the loss is inf on rank 1{changed}"),
+    ):
+        callbacks = [PoisonGradient(), check]
+        run = trainer(world_size, "weft_tp", tmp_path, callbacks=callbacks, limit_train_batches=batches)
+        with pytest.raises(RuntimeError, match=expected):
+            run.fit(Manual(fault, 1, every), loader())
 
 
 @on_ranks(1)
@@ -295,7 +330,11 @@ def test_gradient_scaler_skips_gradients(rank: int, tmp_path: Path) -> None:
         scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
         run = trainer(1, "weft", tmp_path, plugins=[scaler], callbacks=[PoisonScaledGradient(), NonFiniteCheck()])
         if fault == "gradient":
-            run.fit(Faulty(fault), loader())
+            model = Faulty(fault)
+            run.fit(model, loader())
+            assert len(model.losses) == NUM_BATCHES
+            assert scaler.scaler is not None and scaler.scaler.get_scale() == 2, "one step is left out"
+            assert all(bool(weight.isfinite().all()) for weight in weights(model).values())
         else:
             with pytest.raises(
                 RuntimeError, match="in step 3, the loss is inf on rank 0; the weights are those before"
@@ -303,11 +342,26 @@ def test_gradient_scaler_skips_gradients(rank: int, tmp_path: Path) -> None:
                 run.fit(Faulty(fault), loader())
 
 
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 class Fused(Model):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         assert not any(child._forward_hooks or child._forward_pre_hooks for child in self.feed_forward.children())
         assert self.feed_forward._forward_hooks and self.norm._forward_hooks
-        return super().training_step(batch, batch_idx)
+        with Operators() as operators:
+            loss = super().training_step(batch, batch_idx)
+        assert "weft::_column_row_mlp_saving" in operators.names, sorted(operators.names)
+        return loss
 
 
 @on_ranks(2)
@@ -323,16 +377,39 @@ class Parts(Model):
     def __init__(self) -> None:
         super().__init__()
         self.mean = MeanMetric()
-        self.blocks = nn.Sequential(nn.Linear(DIM, DIM), torch.compile(nn.Sequential(nn.Linear(DIM, DIM))))
+        self.blocks = nn.Sequential(
+            nn.Linear(DIM, DIM), torch.compile(nn.Sequential(nn.Linear(DIM, DIM)), backend="eager")
+        )
         self.feed_forward.compile(backend="eager")
         self.dropout = checkpoint_wrapper(self.dropout)
 
 
-def test_metrics_and_compiled_modules_are_not_watched() -> None:
+@on_ranks(1)
+def test_metrics_and_compiled_modules_are_not_watched(rank: int) -> None:
     model = Parts()
     watched = _watched_modules(model)
     assert list(watched) == ["", "norm", "dropout", "blocks", "blocks.0"]
     assert type(watched["dropout"]) is nn.Dropout
+    model.compile(backend="eager")
+    assert _watched_modules(model) == {}
+
+
+@on_ranks(1)
+def test_hooks_do_nothing_in_compiled_code(rank: int) -> None:
+    net = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU())
+    watch = ModuleWatch(dict(net.named_modules()), dict(net.named_parameters()))
+    watch.is_active = True
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x: Tensor) -> Tensor:
+        return net(x) + 1
+
+    x = torch.full((2, DIM), NAN)
+    compiled(x)
+    assert watch.first() is None
+    net(x)
+    source = watch.first()
+    assert source is not None and source.text == "the input of the Sequential"
 
 
 @on_ranks(1)

@@ -178,18 +178,19 @@ class Pipelined(Text):
 
 def _fit_stages(
     rank: int, world_size: int, folder: str, layout: str, options: dict[str, Any], optimizer: str, flip: Any
-) -> tuple[str, int]:
-    """Return the text of the error, or "", and the number of tensors compared."""
+) -> tuple[str, int, int]:
+    """Return the text of the error, or "", the number of tensors compared, and that of the stage's parameters."""
     set_torchrun_environment(rank, world_size)
     callbacks: list[Any] = [] if flip is None else [Flip(*flip)]
     check = ReplicaCheck(1)
     run = trainer(world_size, pipeline_strategy(layout, **options), folder, callbacks=[*callbacks, check])
     data_ranks = 2 if "dp2" in layout else 1
+    text = ""
     try:
-        run.fit(Pipelined(optimizer), text_loader(rank=rank % 2 if data_ranks > 1 else 0, num_ranks=data_ranks))
+        run.fit(Pipelined(optimizer), text_loader(24, 8, rank % 2 if data_ranks > 1 else 0, data_ranks))
     except RuntimeError as error:
-        return str(error), check.num_compared
-    return "", check.num_compared
+        text = str(error)
+    return text, check.num_compared, sum(len(group["params"]) for group in run.optimizers[0].param_groups)
 
 
 TIED = "model.tok_embeddings.weight"  # the head on the last stage has the other copy
@@ -200,24 +201,34 @@ def test_equal_replicas_of_stages(tmp_path: Path, optimizer: str) -> None:
     case = {"folder": str(tmp_path), "optimizer": optimizer, "flip": None}
     tied = 1 + {"sgd": 1, "adamw": 3}[optimizer]
     for options in ({}, {"pipeline_cuts": CUTS[4], "pipeline_schedule": "interleaved"}):
-        assert run_on_ranks(2, _fit_stages, layout="pp2", options=options, **case) == [("", tied)] * 2
-    options = {"zero_stage": 0 if optimizer == "sgd" else 3}
-    results = run_on_ranks(4, _fit_stages, layout="pp2,dp2", options=options, **case)
-    assert [text for text, _ in results] == [""] * 4
+        results = run_on_ranks(2, _fit_stages, layout="pp2", options=options, **case)
+        assert [(text, num_compared) for text, num_compared, _ in results] == [("", tied)] * 2
+
+
+def test_equal_replicas_of_sharded_stages(tmp_path: Path) -> None:
+    """Compared are each parameter's step count, and the tied weight's shard and its two moments."""
+    case = {"folder": str(tmp_path), "optimizer": "adamw", "flip": None}
+    results = run_on_ranks(4, _fit_stages, layout="pp2,dp2", options={"zero_stage": 3}, **case)
+    assert [(text, num_compared) for text, num_compared, _ in results] == [("", 3 + num) for *_, num in results]
 
 
 def test_flipped_bit_in_a_stage_is_found(tmp_path: Path) -> None:
-    case = {"folder": str(tmp_path), "optimizer": "adamw"}
+    """Checks before the flip find that all are equal."""
+    case: dict[str, Any] = {"folder": str(tmp_path), "optimizer": "adamw"}
     for flip, expected in (
         ((1, "model.output.weight"), f"'{TIED}' differs between ranks 0 and 1"),
         ((0, TIED, "exp_avg"), f"'exp_avg of {TIED}' differs between ranks 0 and 1"),
     ):
-        [(text, _)] = set(run_on_ranks(2, _fit_stages, layout="pp2", options={}, flip=flip, **case))
+        results = run_on_ranks(2, _fit_stages, layout="pp2", options={}, flip=flip, **case)
+        [text] = {text for text, *_ in results}
         assert text.startswith(f"ReplicaCheck: after step 3, {expected}"), text
-    flip = (3, "model.layers.3.attention_norm.weight", "exp_avg")
-    results = run_on_ranks(4, _fit_stages, layout="pp2,dp2", options={"zero_stage": 0}, flip=flip, **case)
-    [text] = {text for text, _ in results}
-    assert "'exp_avg of model.layers.3.attention_norm.weight' differs between ranks 2 and 3" in text
+    case |= {"optimizer": "sgd", "flip": (3, "model.layers.3.attention_norm.weight", "momentum_buffer")}
+    results = run_on_ranks(4, _fit_stages, layout="pp2,dp2", options={"zero_stage": 0}, **case)
+    [text] = {text for text, *_ in results}
+    assert "step 3, 'momentum_buffer of model.layers.3.attention_norm.weight' differs between ranks 2 and 3" in text
+    assert "; all were equal after step 2: " in text
+    assert [num_compared for _, num_compared, _ in results] == [2 * num_parameters for *_, num_parameters in results]
+    assert all(num_parameters > 1 for *_, num_parameters in results)
 
 
 @on_ranks(2)
@@ -246,12 +257,18 @@ def test_one_exchange_for_each_check(rank: int, world_size: int, tmp_path: Path,
 
 @on_ranks(2)
 def test_axes_and_accumulation(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Only the axes that are named are compared; a check follows optimizer steps, not batches."""
+    """Only the axes that are named are compared; checks follow optimizer steps, not batches, and the last step."""
     set_torchrun_environment(rank, world_size)
     callbacks = [Flip(1, "norm.weight"), ReplicaCheck(1, axes=["data_parallel"])]
     run = trainer(world_size, _strategy("tp2"), tmp_path, callbacks=callbacks, max_epochs=1)
     run.fit(Momentum(), loader())
     assert callbacks[1].num_compared == 0
+    callbacks = [Flip(1, "norm.weight", step=5), ReplicaCheck(4)]
+    run = trainer(world_size, _strategy("tp2"), tmp_path, callbacks=callbacks, max_epochs=1)
+    with pytest.raises(
+        RuntimeError, match=r"after step 6, 'norm.weight' differs .*; all were equal after step 4: resume"
+    ):
+        run.fit(Momentum(), loader())
     callbacks = [Flip(1, "norm.weight", step=1), ReplicaCheck(1)]
     run = trainer(world_size, _strategy("tp2"), tmp_path, callbacks=callbacks, accumulate_grad_batches=2)
     model = Momentum()

@@ -95,7 +95,7 @@ def test_axes_of_placements(rank: int) -> None:
     assert axes(init_device_mesh("cpu", (4,), mesh_dim_names=("own",)), Replicate()) == frozenset()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_values_that_are_not_finite(dtype: torch.dtype, value: float) -> None:
     largest = torch.finfo(dtype).max
@@ -107,6 +107,8 @@ def test_values_that_are_not_finite(dtype: torch.dtype, value: float) -> None:
         bad[idx].view(-1)[-1] = value
         assert not are_finite(bad)
         assert largest_values(bad).isfinite().tolist() == [i != idx for i in range(4)]
+    imaginary = torch.complex(torch.ones(2), torch.tensor([value, 3.0])).conj()
+    assert not are_finite([imaginary]) and largest_values([imaginary[1:]]).tolist() == [3]
     sparse = torch.sparse_coo_tensor([[1]], [value], (3,), check_invariants=True)
     assert not are_finite([sparse]) and are_finite([torch.sparse_coo_tensor([[1]], [2.0], (3,), check_invariants=True)])
     assert are_finite([]) and are_finite([torch.sparse_coo_tensor(size=(3,), check_invariants=True)])
@@ -121,7 +123,8 @@ class _Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        weights = torch.softmax(self.mask(torch.tensor([0.0, 0.0, 0.0, float("-inf")])), 0)
+        all_masked = self.mask(torch.full((3,), float("-inf")))
+        weights = torch.softmax(self.mask(torch.cat([torch.zeros(1), all_masked])), 0)
         return self.second(hidden * weights)
 
 
@@ -147,6 +150,21 @@ def test_first_module() -> None:
     watch.remove()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
     assert _watched(_Net(), x * float("nan"))[1] == "the input of the _Net"
+
+
+def test_inference_tensors() -> None:
+    """They have no version, so that each hook reads them."""
+    net = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
+    watch = ModuleWatch(dict(net.named_modules()), {})
+    watch.is_active = True
+    with torch.inference_mode():
+        x = torch.ones(2, 4)
+        net(x)
+        assert watch.first() is None
+        x[0, 0] = float("nan")
+        net(x)
+    source = watch.first()
+    assert source is not None and source.text == "the input of the Sequential"
 
 
 def test_first_gradient() -> None:

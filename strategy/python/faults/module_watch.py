@@ -4,12 +4,14 @@ Hooks on each module's call look at the inputs, at the outputs and, in the backw
 of the parameters, before any of them is averaged with other ranks. Each look is one reduction on the device: no hook
 waits for it, and the results are read only when `first` is called. A tensor that several hooks see is read once.
 
-Infinite values with a minus sign count as finite in a forward: masks have them.
+Infinite values with a minus sign count as finite in a forward: masks have them. Deferred logits of a `vocab_head` are
+not read, which would gather them, and hooks that `torch.compile` traces do nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.strategy.data_parallel.local import local_shard
+from weft.strategy.modules.vocab_head import VocabParallelLogits
 from weft.strategy.sharding.state import child_of, original_class, state_of
 
 
@@ -43,10 +46,15 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class _Seen:
-    """Tensors that a hook saw: their extreme values, `[]` each, not finite if one of their elements is not."""
+    """Tensors that a hook saw: the largest values, `[]` each, and of gradients the smallest; NaN if an element is."""
 
     source: Source
     values: list[Tensor]
+
+    def is_bad(self) -> bool:
+        if self.source.in_backward:
+            return not all(bool(value.isfinite()) for value in self.values)
+        return any(bool(value.isnan() | (value == math.inf)) for value in self.values)
 
 
 class ModuleWatch:
@@ -89,7 +97,7 @@ class ModuleWatch:
 
         Values of the forward come before gradients: a backward follows a forward that has such values.
         """
-        bad = [seen.source for seen in self._seen if not all(bool(value.isfinite()) for value in seen.values)]
+        bad = [seen.source for seen in self._seen if seen.is_bad()]
         return min(bad, key=lambda source: (source.in_backward, source.position), default=None)
 
     def _watch(self, name: str, module: nn.Module) -> None:
@@ -99,14 +107,14 @@ class ModuleWatch:
         text = f"'{name}' ({class_name})" if name else f"the {class_name}"
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self.is_active:
+            if self.is_active and not torch.compiler.is_compiling():
                 if isinstance(module, FSDPModule):  # its parameters are full only during the forward
                     for own, parameter in module.named_parameters():
                         self._watch_gradient(f"{name}.{own}" if name else own, parameter)
                 self._record(f"the input of {text}", (args, kwargs), is_input=True)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.is_active:
+            if self.is_active and not torch.compiler.is_compiling():
                 self._record(f"the output of {text}", output)
                 self._watch_gradient_of(output, f"the gradient of the output of {text}")
 
@@ -140,12 +148,14 @@ class ModuleWatch:
 
     def _extremes(self, tensor: Tensor, in_backward: bool) -> tuple[Tensor, ...]:
         """Return the largest value and, in the backward, the smallest; NaN if any value is."""
-        version, values = self._read.get(tensor, (None, ()))
-        if version != tensor._version:
+        version = None if tensor.is_inference() else tensor._version  # inference tensors have none: read each time
+        read_version, values = self._read.get(tensor, (None, ()))
+        if version is None or version != read_version:
             local = local_shard(tensor)
             if local.numel() > 0:  # a shard of a DTensor may have no elements
                 values = tuple(torch.aminmax(local)) if in_backward else (local.amax(),)
-            self._read[tensor] = (tensor._version, values)
+            if version is not None:
+                self._read[tensor] = (version, values)
         found: tuple[Tensor, ...] = values
         return found
 
@@ -167,6 +177,6 @@ def _tensors(tree: Any) -> list[Tensor]:
         for leaf in pytree.tree_leaves(tree)
         if isinstance(leaf, Tensor)
         and leaf.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        and not (isinstance(leaf, FakeTensor) or leaf.is_meta or leaf.is_sparse)
+        and not (isinstance(leaf, FakeTensor | VocabParallelLogits) or leaf.is_meta or leaf.is_sparse)
         and leaf.numel() > 0
     ]

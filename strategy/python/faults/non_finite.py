@@ -13,7 +13,8 @@ from torch import Tensor
 def largest_values(tensors: Sequence[Tensor]) -> Tensor:
     """Return the largest absolute value of each plain tensor, `[len(tensors)]`, float64 on the CPU.
 
-    The value is NaN if an element is NaN, and infinite if one is infinite. An empty tensor gives 0.
+    The value is NaN if an element is NaN, and infinite if one is infinite. An empty tensor gives 0, a complex one the
+    largest absolute real or imaginary part.
     """
     result = torch.zeros(len(tensors), dtype=torch.float64)
     for indices, values in _largest_by_kind(tensors):
@@ -36,8 +37,10 @@ def _largest_by_kind(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Ten
     by_kind: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
     for idx, tensor in enumerate(tensors):
         stored = tensor._values() if tensor.layout == torch.sparse_coo else tensor
+        if stored.is_complex():
+            stored = torch.view_as_real(stored.resolve_conj())
         if stored.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), {})[idx] = stored
+            by_kind.setdefault((stored.dtype, stored.device), {})[idx] = stored
     for (_, device), values in by_kind.items():
         if device.type == "cpu":  # where torch's norm is not vectorized: it takes 20 times as long
             extremes = torch.stack([torch.stack(torch.aminmax(each)) for each in values.values()])
