@@ -12,6 +12,7 @@ that all ranks or none have another batch. With check_batches=0 and check_batche
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from weft._plugin.loader_check import (
     in_lockstep,
     loader_length,
 )
-from weft._plugin.resumable_loaders import make_resumable
+from weft._plugin.resumable_loaders import ResumableLoader, make_resumable
 
 if TYPE_CHECKING:
     from weft._plugin.engine import Engine
@@ -120,6 +121,7 @@ class TrainerLoaders(Loaders):
         self._strategy = strategy
         self._training_lengths_differ = False
         self._has_logged_order = False
+        self._positions: list[dict[str, Any] | None] = []
 
     def prepare(self, trainer: Any) -> None:
         """Disable Lightning's distributed sampler on one data-parallel rank; call it before loaders are set up."""
@@ -141,7 +143,7 @@ class TrainerLoaders(Loaders):
         trainer = self._strategy.lightning_module.trainer
         if trainer.training:
             self._log_order(dataloader)
-            dataloader = make_resumable(dataloader, self._engine.data_axes.size)
+            dataloader = self._resumable(dataloader)
         if not self.are_compared:
             return dataloader
         loop, limit_name = _loop_of(trainer)
@@ -163,6 +165,25 @@ class TrainerLoaders(Loaders):
         if all(are_reliable):
             return dataloader
         return in_lockstep(dataloader, lambda: partial(self._check_next_batch, loop, loader_name, advice))
+
+    def resume(self, positions: list[dict[str, Any] | None]) -> None:
+        """Let the training loaders, when they are set up next, begin at the positions of a checkpoint."""
+        self._positions = list(positions)
+        if positions:
+            # It says that the loaders are not resumable, because Lightning does not know of these positions.
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+
+    def _resumable(self, dataloader: Any) -> Any:
+        """Return a training loader that is resumable, if it can be, and begins at the next position."""
+        dataloader = make_resumable(dataloader, self._engine.data_axes.size)
+        position = self._positions.pop(0) if self._positions else None
+        if position is not None and isinstance(dataloader, ResumableLoader):
+            reason = dataloader.resume(position, self._engine.random_states.restore_within_epoch)
+            if reason is not None:
+                self._engine.console.warn(
+                    f"weft: a training loader begins with its first batch: {reason}; keep the product of both."
+                )
+        return dataloader
 
     def _exchanged_by_data_ranks(self, loop: str) -> str | None:
         """Return the tensors that data-parallel ranks exchange in every batch of a loop; None: they exchange none."""

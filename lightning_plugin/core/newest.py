@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from weft.strategy.checkpoint import verify as problems_of
 from weft.strategy.checkpoint.manifest import Manifest, has_manifest
 
 
-def newest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
+def newest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = False) -> str | None:
     """Return the path of the newest complete checkpoint directory in `directory`, or None if there is none.
 
         path = weft.lightning.newest_checkpoint("checkpoints")
@@ -16,11 +17,13 @@ def newest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
     The newest is that of the largest global step, then of the latest time. Incomplete directories, directories whose
     files are missing or have another size, those of weft 0.1 and of Lightning, checkpoints of weights only, and files
-    do not count. Checksums of tensors are compared when the checkpoint is loaded. It does not communicate: call it on
-    all ranks, which must see the same files.
+    do not count. Checksums of tensors are compared when the checkpoint is loaded, or before with `verify`. It does not
+    communicate: call it on all ranks, which must see the same files.
 
     Args:
         directory: such as the `dirpath` of a `ModelCheckpoint` and of `Preemption`; folders inside are not searched.
+        verify: read all files of the newest, and take the next one if a checksum differs. Each rank that calls reads
+            all of them.
     """
     found: list[tuple[int, float, str]] = []
     folder = Path(directory)
@@ -38,4 +41,7 @@ def newest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
             continue  # a Trainer has saved weights only, from which training cannot go on
         step = rest.get("global_step")
         found.append((step if isinstance(step, int) else -1, modified, str(path)))
-    return max(found)[2] if found else None
+    for _, _, name in sorted(found, reverse=True):
+        if not verify or not problems_of(name):
+            return name
+    return None

@@ -5,13 +5,14 @@ the layout of the model. They are restored by a run with as many data-parallel r
 
 A resumed run creates the iterators of its loaders again, which draws numbers, as at the start of an epoch. So states of
 an epoch's end are restored before that, when the checkpoint is loaded. States of the middle of an epoch are restored
-once more before the first step.
+once more, before the first batch is loaded, or with other loaders before the first step.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,18 +24,26 @@ if TYPE_CHECKING:
 
 KEY = "random_states"  # of the sharded state: {data-parallel rank: {name: tensor}}
 _MERSENNE_TWISTER = "MT19937"
+_LOADER = "loader_"  # and its index: the state of the generator of its sampler
 
 
 class RandomStates:
-    """The states of this rank's generators: torch's on the CPU and on the rank's CUDA device, Python's and numpy's."""
+    """The states of this rank's generators: torch's on the CPU and on the rank's CUDA device, Python's and numpy's.
+
+    Attributes:
+        of_loaders: to be saved, too: the states of the samplers of the training loaders.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._loaded: dict[str, Tensor] | None = None
+        self.of_loaders: Sequence[Tensor | None] = ()
 
     def to_save(self) -> dict[str, Any]:
         """Return the entries of the sharded state that this rank saves."""
-        return {KEY: {str(self._engine.data_axes.rank): _states(self._engine.device)}}
+        states = _states(self._engine.device)
+        states |= {f"{_LOADER}{idx}": state for idx, state in enumerate(self.of_loaders) if state is not None}
+        return {KEY: {str(self._engine.data_axes.rank): states}}
 
     def to_load(self, metadata: Metadata) -> dict[str, Any]:
         """Return the entries that this rank loads, with tensors to be filled; {}: those of the checkpoint do not fit.
@@ -62,10 +71,27 @@ class RandomStates:
             [self._loaded] = entries[KEY].values()
             _restore(self._loaded, self._engine.device)
 
-    def begin_step(self, batch_idx: int) -> None:
-        """Call before each training step: restores states before the first one, if that is within an epoch."""
-        if self._loaded is not None and batch_idx > 0:
+    def with_own_states(self, positions: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+        """Return positions of loaders with the states of this rank's samplers; those saved are of the first rank."""
+        loaded = self._loaded or {}
+        return [
+            position and {**position, "random_state": loaded.get(f"{_LOADER}{idx}", position["random_state"])}
+            for idx, position in enumerate(positions)
+        ]
+
+    def restore_within_epoch(self) -> None:
+        """Restore states once more, before the first batch is loaded within an epoch."""
+        if self._loaded is not None:
             _restore(self._loaded, self._engine.device)
+        self._loaded = None
+
+    def begin_step(self, batch_idx: int) -> None:
+        """Call before each training step: restores states once more, before the first step within an epoch.
+
+        For loaders that do not call `restore_within_epoch`.
+        """
+        if batch_idx > 0:
+            self.restore_within_epoch()
         self._loaded = None
 
 

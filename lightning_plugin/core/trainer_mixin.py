@@ -23,7 +23,8 @@ from weft._plugin.options import Options, StockOptions
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, run_step, with_local_parameters
 from weft._plugin.parameter_replacements import parameters_of
 from weft._plugin.process_guard import guard
-from weft._plugin.resumable_loaders import move_states_in, move_states_out
+from weft._plugin.resumable_loaders import KEY as LOADERS_KEY
+from weft._plugin.resumable_loaders import positions
 from weft._plugin.saves import finish_save_of_exception, let_checkpoints_see_saves
 from weft._plugin.stage_steps import STEPS
 from weft._plugin.strategy_mixin import StrategyMixin
@@ -343,7 +344,9 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a directory of shards, or one file with save_distributed_checkpoint=False; collective."""
-        move_states_out(checkpoint, self.lightning_module.trainer.train_dataloader)
+        if found := positions(checkpoint, self.lightning_module.trainer):
+            checkpoint[LOADERS_KEY] = found
+            self._engine.random_states.of_loaders = [None if each is None else each["random_state"] for each in found]
         if self.plan is None or not self._save_distributed_checkpoint or storage_options is not None:
             make_room(Path(self.broadcast(filepath)))
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -360,5 +363,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             optimizers = self.optimizers if self._is_fitting else []
             full_model = self._stages.full_model
             loaded = checkpoints.load(self._engine, self, checkpoint_path, optimizers, weights_only, full_model)
-        move_states_in(loaded)
+        if self._is_fitting:
+            found = loaded.pop(LOADERS_KEY, [])
+            self._loaders.resume(self._engine.random_states.with_own_states(found))
         return loaded

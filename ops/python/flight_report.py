@@ -13,7 +13,8 @@ from weft.flight import read
 __all__ = ["draw", "report"]
 
 _NUM_CALLS = 512  # that a record has at most
-_SECONDS_DRAWN = 10.0  # before the last record
+_SECONDS_DRAWN = 10.0
+_SECONDS_AFTER = 2.0  # of them after the begin of the first incomplete call
 _ROW, _LABEL, _WIDTH = 24, 70, 1000  # of the drawing, in pixels
 _COLORS = {"done": "#7aa6c2", "started": "#d62728", "failed": "#d62728"}
 
@@ -130,7 +131,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def draw(directory: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> str:
-    """Return an SVG of the calls of all ranks in the last 10 seconds before the last record.
+    """Return an SVG of the calls of all ranks around the begin of the first incomplete call: 10 seconds.
 
     A row for each rank: a bar for each call, from its begin to its end, in red if it is not done. A text shows the call
     when the mouse is on its bar. The times are those of the hosts' clocks.
@@ -145,6 +146,8 @@ def draw(directory: str | os.PathLike[str], path: str | os.PathLike[str] | None 
     newest, num_ranks, _ = _read_newest(directory)
     records = {record["rank"]: record for record in newest}
     last = max(record["time"] for record in records.values())
+    begins = [call["begin"] for record in records.values() for call in record["calls"] if call["state"] != "done"]
+    last = min([last, *(begin + _SECONDS_AFTER for begin in begins)])
     height = _ROW * (num_ranks + 2)
     rows = []
     for rank in range(num_ranks):
@@ -154,7 +157,7 @@ def draw(directory: str | os.PathLike[str], path: str | os.PathLike[str] | None 
             rows.append(f'<text x="{_LABEL}" y="{y + 16}" fill="{_COLORS["failed"]}">no record</text>')
             continue
         rows += [_bar(call, y, records[rank]["time"], last) for call in records[rank]["calls"]]
-    title = f'<text x="{_LABEL}" y="16">the last {_SECONDS_DRAWN:.0f} s</text>'
+    title = f'<text x="{_LABEL}" y="16">{_SECONDS_DRAWN:.0f} s around the first incomplete call</text>'
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LABEL + _WIDTH + 10}" height="{height}" '
         f'font-family="sans-serif" font-size="12">\n{title}\n' + "\n".join(row for row in rows if row) + "\n</svg>\n"
@@ -165,10 +168,10 @@ def draw(directory: str | os.PathLike[str], path: str | os.PathLike[str] | None 
 
 
 def _bar(call: dict[str, Any], y: int, recorded: float, last: float) -> str:
-    """Return the bar of a call; "" if the call ended before the drawn time."""
+    """Return the bar of a call; "" if the call is outside of the drawn time."""
     end = recorded if call["end"] is None else call["end"]
-    begin, end = (max(0.0, time - last + _SECONDS_DRAWN) / _SECONDS_DRAWN for time in (call["begin"], end))
-    if end == 0:
+    begin, end = (min(max(0.0, time - last + _SECONDS_DRAWN) / _SECONDS_DRAWN, 1.0) for time in (call["begin"], end))
+    if end == 0 or begin == 1:
         return ""
     number = f", collective {call['sequence']}" if call["sequence"] else ""
     text = html.escape(f"{call['call']}, {call['bytes']} bytes, group {call['group']}{number}: {call['state']}")

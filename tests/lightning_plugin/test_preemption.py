@@ -126,7 +126,13 @@ def test_newest_checkpoint(tmp_path: Path) -> None:
         run.fit(Model(), loader())
         run.save_checkpoint(tmp_path / name)
     assert newest_checkpoint(tmp_path) == str(tmp_path / "b.ckpt")
-    os.truncate(tmp_path / "b.ckpt" / "rank-00000.safetensors", 100)
+    damaged = tmp_path / "b.ckpt" / "rank-00000.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "b.ckpt")
+    assert newest_checkpoint(tmp_path, verify=True) == str(tmp_path / "c.ckpt")
+    os.truncate(damaged, 100)
     assert newest_checkpoint(tmp_path) == str(tmp_path / "c.ckpt")
     (tmp_path / "c.ckpt").rename(tmp_path / ".weft-0123.partial")
     assert newest_checkpoint(tmp_path) == str(tmp_path / "a.ckpt")

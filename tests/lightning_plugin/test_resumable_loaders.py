@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_plugin.scripts.plugin_models import (
     DIM,
     Model,
@@ -19,11 +24,12 @@ from lightning_plugin.scripts.plugin_models import (
     weights,
 )
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
 
 from support.ranks import on_ranks, run_on_ranks
 from weft._plugin.resumable_loaders import ResumableLoader, make_resumable
 from weft.lightning import Preemption, WeftModelParallelStrategy
+from weft.strategy.checkpoint import open_checkpoint
 
 NUM_SAMPLES = 24
 
@@ -37,11 +43,26 @@ def _batch_sampler(data: Tensor) -> BatchSampler:
     return BatchSampler(RandomSampler(data), batch_size=4, drop_last=False)
 
 
+class Noisy(Dataset[Tensor]):
+    """Samples with noise that is drawn when they are loaded."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, idx: int) -> Tensor:
+        return self.data[idx] + 0.1 * torch.randn(DIM, dtype=torch.float64)
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "shuffled": ("tp2", {"shuffle": True, "batch_size": 4}),
+    "noise": ("tp2", {"shuffle": True, "batch_size": 4, "dataset": Noisy}),
     "own generator": ("tp2", {"shuffle": True, "batch_size": 4, "generator": True}),
     "batch sampler": ("tp2", {"batch_sampler": _batch_sampler}),
     "distributed": ("dp2", {"shuffle": True, "batch_size": 2}),
+    "generator of a rank": ("dp2", {"shuffle": True, "batch_size": 4, "generator": True}),
     "workers": ("dp2", {"shuffle": True, "batch_size": 2, "num_workers": 2}),
 }
 
@@ -55,19 +76,23 @@ def _fit(world_size: int, folder: Path, case: str, stops: list[int]) -> tuple[di
         model, data = Model(dropout=0.5, seed=number), _data()
         torch.manual_seed(100 * number)
         made = {name: value(data) if name == "batch_sampler" else value for name, value in options.items()}
+        dataset = made.pop("dataset", lambda data: data)(data)
         if "generator" in options:
-            made["generator"] = torch.Generator().manual_seed(number)
+            made["generator"] = torch.Generator().manual_seed(2 * number + (dist.get_rank() if layout == "dp2" else 0))
         runs: list[L.Trainer] = []
         preemption = Preemption(folder, should_stop=lambda runs=runs, stop=stop: runs[0].global_step == stop)
         strategy = WeftModelParallelStrategy(plan="auto", layout=layout)
-        run = trainer(world_size, strategy, folder, max_epochs=2, callbacks=[preemption], use_distributed_sampler=True)
+        splits = "generator" not in options  # among ranks
+        run = trainer(
+            world_size, strategy, folder, max_epochs=2, callbacks=[preemption], use_distributed_sampler=splits
+        )
         runs.append(run)
         if stop:
             with pytest.raises(SystemExit):
-                run.fit(model, DataLoader(data, **made), ckpt_path=path)
+                run.fit(model, DataLoader(dataset, **made), ckpt_path=path)
             path = preemption.last_checkpoint()
         else:
-            run.fit(model, DataLoader(data, **made), ckpt_path=path)
+            run.fit(model, DataLoader(dataset, **made), ckpt_path=path)
         batches += model.batches
     assert run.global_step == 12
     return weights(model), batches
@@ -152,7 +177,77 @@ def test_files_of_weft_resume_in_a_stock_trainer(tmp_path: Path) -> None:
     assert stock.global_step == 4
 
 
-def test_positions_of_other_batches_raise() -> None:
+@on_ranks(1)
+def test_checkpoints_of_an_epochs_end_have_the_sampler_state(tmp_path: Path) -> None:
+    """ModelCheckpoint saves when Lightning has counted the epoch; Lightning then restores no state of loaders."""
+    found = {}
+    for name, path in (("undisturbed", None), ("resumed", tmp_path / "undisturbed" / "epoch=0-step=6.ckpt")):
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
+        data = DataLoader(_data(), batch_size=4, shuffle=True, generator=generator)
+        keep = ModelCheckpoint(tmp_path / name, save_top_k=-1)
+        run = trainer(1, "weft", tmp_path, max_epochs=2, callbacks=[keep], enable_checkpointing=True)
+        model = Model()
+        run.fit(model, data, ckpt_path=path)
+        found[name] = model.batches[-6:]
+    assert len(found["resumed"]) == 6
+    assert all(torch.equal(one, other) for one, other in zip(found["undisturbed"], found["resumed"], strict=True))
+
+
+@on_ranks(1)
+def test_positions_are_those_of_training(tmp_path: Path) -> None:
+    """One loader is also the validation's, and a callback takes a batch of it; a save before the first step."""
+
+    class Look(Callback):
+        def on_train_start(self, run: Any, module: Any) -> None:
+            next(iter(run.train_dataloader))
+            run.save_checkpoint(tmp_path / "start.ckpt")
+
+        def on_validation_end(self, run: Any, module: Any) -> None:
+            if run.global_step == 4:
+                run.save_checkpoint(tmp_path / "validated.ckpt")
+
+    def saved(name: str) -> int:
+        [position] = open_checkpoint(tmp_path / name).rest()["weft_loaders"]
+        return int(position["num_batches"])
+
+    data = loader()
+    run = trainer(1, "weft", tmp_path, callbacks=[Look()], val_check_interval=2)
+    run.fit(Model(), data, data)
+    assert saved("start.ckpt") == 0 and saved("validated.ckpt") == 4
+    model = Model()
+    run = trainer(1, "weft", tmp_path, callbacks=[Look()], limit_val_batches=0)
+    run.fit(model, data, ckpt_path=tmp_path / "validated.ckpt")
+    assert saved("start.ckpt") == 4
+    assert torch.equal(torch.stack(model.batches), _fixed_batches()[4:])
+    assert type(data) is DataLoader and len(list(data)) == 6
+
+
+class Endless(Sampler[int]):
+    """A sampler without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(24))
+
+
+class Twice(DataLoader[Any]):
+    """Gives each batch twice."""
+
+    def __iter__(self) -> Any:
+        return (batch for batch in super().__iter__() for _ in range(2))
+
+
+@on_ranks(1)
+def test_loaders_that_cannot_resume_stay_as_they_are(tmp_path: Path) -> None:
+    for data in (DataLoader(_data(), batch_size=4, sampler=Endless()), Twice(_data(), batch_size=4)):
+        run = trainer(1, "weft", tmp_path, max_steps=3)
+        run.fit(Model(), data)
+        assert type(run.train_dataloader) is type(data)
+        run.save_checkpoint(tmp_path / "last.ckpt")
+        assert open_checkpoint(tmp_path / "last.ckpt").rest()["weft_loaders"] == [None]
+
+
+def test_steps_with_other_numbers_of_samples_begin_with_the_first_batch() -> None:
     def made(batch_size: int, num_data_ranks: int) -> ResumableLoader:
         data_loader = make_resumable(DataLoader(_data(), batch_size=batch_size), num_data_ranks)
         assert isinstance(data_loader, ResumableLoader)
@@ -162,16 +257,20 @@ def test_positions_of_other_batches_raise() -> None:
     batches = iter(source)
     for _ in range(3):
         next(batches)
-    state = source.state_dict()
-    text = (
-        "saved after 3 batches of an epoch, of batch_size=4 on 2 data-parallel ranks, and the loader has batch_size=5"
+    position = source.position(is_at_end=False, max_batches=2)
+    assert position["num_batches"] == 2  # one was given ahead
+    target = made(5, 1)
+    reason = target.resume(position, lambda: None)
+    assert reason == (
+        "the checkpoint was saved within an epoch, with batch_size=4 on 2 data-parallel ranks, and this run has "
+        "batch_size=5 on 1"
     )
-    with pytest.raises(ValueError, match=text):
-        made(5, 1).load_state_dict(state)
-    target = made(2, 1)
-    target.load_state_dict(state)
-    assert target.state_dict()["num_batches"] == 12 % len(target)
+    assert list(map(len, target)) == [5, 5, 5, 5, 4]
     target = made(8, 1)
-    target.load_state_dict(state)
-    assert target.state_dict()["num_batches"] == 0  # all 24 samples are used: the next epoch
-    assert list(map(len, made(4, 1))) == [4] * 6
+    assert target.resume(position, lambda: None) is None
+    assert torch.equal(torch.cat(list(target)), _data()[16:])
+    assert list(map(len, target)) == [8, 8, 8]
+    assert target.resume(source.position(is_at_end=True, max_batches=6), lambda: None) is None
+    assert len(list(target)) == 3
+    iter(target)
+    assert copy.deepcopy(target)._weft_num_data_ranks == 1
