@@ -60,7 +60,7 @@ def test_one_replica_keeps_loader(rank: int, world_size: int, tmp_path: Path) ->
         run.fit(model := Model(), mine, mine)
         expected = list(loaders()[name])
         assert torch.equal(torch.cat(model.batches), torch.cat(expected)), name
-        assert run.train_dataloader is mine
+        assert run.train_dataloader.dataset is mine.dataset and run.train_dataloader.batch_sampler is mine.batch_sampler
         assert run.val_dataloaders is mine
 
 

@@ -263,6 +263,6 @@ def test_report_of_missing_ranks_and_records(tmp_path: Path) -> None:
     assert flight_report.report(tmp_path).splitlines()[2] == expected
     svg = flight_report.draw(tmp_path, tmp_path / "drawn.svg")
     assert (tmp_path / "drawn.svg").read_text() == svg
-    # The last 10 s are 1000 pixels: calls begin 5 s before the end.
-    assert svg.count('<rect x="570.0" y="26" width="50.0" height="20" fill="#d62728">') == 1
+    # 10 s are 1000 pixels, and end 2 s after the begin of the first incomplete call.
+    assert svg.count('<rect x="870.0" y="26" width="50.0" height="20" fill="#d62728">') == 1
     assert svg.count("<rect ") == 3 and svg.count("no record") == 2 and "&lt;a&gt;" in svg
