@@ -40,12 +40,12 @@ class _Progress:
 
     num_given: batches, those of the run before included.
     num_skipped: batches at the start that are left out.
-    random_state: of the sampler's generator at the start of the epoch.
+    random_state: of the sampler's generator at the start of the epoch; bytes, which are no memory of tensors.
     """
 
     num_given: int = 0
     num_skipped: int = 0
-    random_state: Tensor | None = None
+    random_state: bytes | None = None
     before_first_batch: Callable[[], object] | None = None  # None: not resumed
 
 
@@ -78,12 +78,12 @@ class ResumableLoader(DataLoader[Any]):
         num_batches, random_state = progress.num_given, progress.random_state
         if is_at_end:
             own = _own_generator(self)
-            num_batches, random_state = 0, None if own is None else own.get_state()
+            num_batches, random_state = 0, None if own is None else _state_of(own)
         return {
             "num_batches": min(num_batches, max_batches),
             "batch_size": self.batch_size,
             "num_data_ranks": self._weft_num_data_ranks,
-            "random_state": random_state,
+            "random_state": None if random_state is None else _tensor_of(random_state),
         }
 
     def resume(self, position: dict[str, Any], before_first_batch: Callable[[], object]) -> str | None:
@@ -102,7 +102,8 @@ class ResumableLoader(DataLoader[Any]):
         if own is not None and random_state is not None:
             own.set_state(random_state)
         self._weft_current = None
-        self._weft_loaded = _Progress(num_batches, num_batches, random_state, before_first_batch)
+        state = None if random_state is None else random_state.numpy().tobytes()
+        self._weft_loaded = _Progress(num_batches, num_batches, state, before_first_batch)
         return None
 
 
@@ -121,13 +122,13 @@ class _Iteration:
 
     def _start(self) -> Iterator[Any]:
         """Begin; within an epoch, without drawing numbers that the run before has drawn at the epoch's start."""
-        state = torch.get_rng_state()
+        state = torch.get_rng_state() if self.progress.num_skipped > 0 else None
         self._loader._weft_beginning = self.progress
         try:
             return self._begin()
         finally:
             self._loader._weft_beginning = None
-            if self.progress.num_skipped > 0:
+            if state is not None:
                 torch.set_rng_state(state)
 
     def __iter__(self) -> Iterator[Any]:
@@ -167,17 +168,25 @@ class _Replayed:
     def _indices(self, progress: _Progress) -> Iterator[Any]:
         generator = _own_generator(self._loader) or torch.default_generator
         if progress.num_skipped == 0 or progress.random_state is None:
-            progress.random_state = generator.get_state()
+            progress.random_state = _state_of(generator)
             yield from itertools.islice(self._sampler, progress.num_skipped, None)
             return
         current = generator.get_state()
-        generator.set_state(progress.random_state)
+        generator.set_state(_tensor_of(progress.random_state))
         indices = iter(self._sampler)
         for _ in range(progress.num_skipped):
             next(indices, None)
         if generator is torch.default_generator:
             generator.set_state(current)
         yield from indices
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    return bytes(generator.get_state().numpy().tobytes())
+
+
+def _tensor_of(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _own_generator(loader: ResumableLoader) -> torch.Generator | None:
