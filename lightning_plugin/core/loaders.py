@@ -126,6 +126,7 @@ class TrainerLoaders(Loaders):
     def prepare(self, trainer: Any) -> None:
         """Disable Lightning's distributed sampler on one data-parallel rank; call it before loaders are set up."""
         self._training_lengths_differ = False
+        self._positions = []  # of a run that has ended before its loaders were set up
         if self._engine.data_axes.size == 1:
             # Every rank gets all the data. Lightning's distributed sampler would shuffle any training data.
             trainer._accelerator_connector.use_distributed_sampler = False

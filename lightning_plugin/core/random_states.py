@@ -66,7 +66,8 @@ class RandomStates:
         return {KEY: {str(axes.rank): found[str(axes.rank)]}}
 
     def loaded(self, entries: dict[str, Any]) -> None:
-        """Restore states that `to_load` has named and that have been loaded, now and in `begin_step`."""
+        """Restore states that `to_load` has named and that have been loaded, now and in `begin_step`; {}: none."""
+        self._loaded = None
         if entries:
             [self._loaded] = entries[KEY].values()
             _restore(self._loaded, self._engine.device)

@@ -344,9 +344,10 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a directory of shards, or one file with save_distributed_checkpoint=False; collective."""
-        if found := positions(checkpoint, self.lightning_module.trainer):
+        found = positions(checkpoint, self.lightning_module.trainer)
+        if found:
             checkpoint[LOADERS_KEY] = found
-            self._engine.random_states.of_loaders = [None if each is None else each["random_state"] for each in found]
+        self._engine.random_states.of_loaders = [None if each is None else each["random_state"] for each in found]
         if self.plan is None or not self._save_distributed_checkpoint or storage_options is not None:
             make_room(Path(self.broadcast(filepath)))
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -356,6 +357,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory or a file, saved by any number of ranks, into the model and the optimizers; collective."""
         background.wait()
+        self._engine.random_states.loaded({})
         if self.plan is None:
             loaded = super().load_checkpoint(checkpoint_path, **checkpoints.without_none(weights_only=weights_only))
         else:

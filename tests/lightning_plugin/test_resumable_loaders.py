@@ -223,6 +223,27 @@ def test_positions_are_those_of_training(tmp_path: Path) -> None:
     assert type(data) is DataLoader and len(list(data)) == 6
 
 
+class WithoutData(Model):
+    def train_dataloader(self) -> Any:
+        raise OSError("no data")
+
+
+@on_ranks(1)
+def test_position_of_a_failed_run_is_forgotten(tmp_path: Path) -> None:
+    """The run has loaded the checkpoint, and ended before its loader was set up."""
+    preemption = Preemption(tmp_path, should_stop=lambda: run.global_step == 2)
+    run = trainer(1, "weft", tmp_path, callbacks=[preemption])
+    with pytest.raises(SystemExit):
+        run.fit(Model(), loader())
+    run = trainer(1, "weft", tmp_path)
+    with pytest.raises(OSError, match="no data"):
+        run.fit(WithoutData(), ckpt_path=preemption.last_checkpoint())
+    assert run.strategy._loaders._positions
+    model = Model()
+    run.fit(model, loader())
+    assert torch.equal(torch.stack(model.batches)[:4], _fixed_batches()[:4])
+
+
 class Endless(Sampler[int]):
     """A sampler without a length."""
 

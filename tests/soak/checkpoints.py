@@ -1,11 +1,11 @@
-"""Kills the ranks of a save before each of its calls on the file system, and loads what is left.
+"""Kills the ranks of a save before each of its calls on the file system, and loads the checkpoint.
 
     python tests/soak/checkpoints.py [--ranks 4] [--stride 1] [--json]
 
 Each rank in turn is the one whose calls are counted; all ranks are killed together. Every kind of save is tried over an
-old checkpoint and without one, and with names that the file system can and cannot exchange. What is left must load, and
-have the old values or the new ones in all tensors; without an old checkpoint, it may also be absent. Exits with 1 if
-there is another outcome. It needs about 5 minutes on 2 cores.
+old checkpoint and without one, and with names that the file system can and cannot exchange. The checkpoint must
+then load, and have the old values or the new ones in all tensors; without an old one, it may also be absent. Exits with
+1 if there is another outcome. It needs about 5 minutes on 2 cores.
 """
 
 from __future__ import annotations

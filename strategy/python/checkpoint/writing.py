@@ -104,7 +104,7 @@ class Encoded:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """What a rank has written: its file by name, if it has chunks, and the chunks by the names of their tensors."""
+    """The file of a rank by name, if it has chunks, and its chunks by the names of their tensors."""
 
     files: dict[str, StoredFile]
     chunks: tuple[tuple[str, StoredChunk], ...]
