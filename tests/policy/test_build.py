@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -42,6 +44,14 @@ def test_cuda_sources_are_left_out_without_nvcc(tmp_path: Path) -> None:
 def test_cuda_on_without_nvcc_fails(tmp_path: Path) -> None:
     output = _configure(tmp_path, "-DWEFT_CUDA=ON", env=_without_nvcc())
     assert output.startswith("failed") and "WEFT_CUDA=ON needs nvcc and a CUDA build of torch" in output
+
+
+def _load_module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _with_nvcc_release(folder: Path, release: str) -> dict[str, str]:
@@ -106,3 +116,37 @@ def test_missing_googletest_fails_with_remedy(tmp_path: Path) -> None:
     output = " ".join(_configure(tmp_path, *options, env=offline).split())
     assert output.startswith("failed") and "The C++ tests need GoogleTest 1.12 or newer" in output
     assert "install GoogleTest (Debian: libgtest-dev), or configure with -DWEFT_BUILD_TESTS=OFF." in output
+
+
+def _interpreter(folder: Path, seconds: float | None) -> str:
+    """Return the path of a `python3` that prints itself and the seconds, or fails."""
+    folder.mkdir()
+    file = folder / "python3"
+    file.write_text("#!/bin/sh\nexit 1\n" if seconds is None else f"#!/bin/sh\necho $0 {seconds}\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def test_environment_is_of_the_fastest_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fastest_python = _load_module(ROOT / "cmake" / "fastest_python.py")
+    old, first, similar, fast = (
+        _interpreter(tmp_path / name, seconds)
+        for name, seconds in (("old", None), ("first", 1.0), ("similar", 0.9), ("fast", 0.7))
+    )
+    in_environment = _interpreter(tmp_path / "venv", 0.1)
+    (tmp_path / "pyvenv.cfg").touch()
+    assert fastest_python.seconds_of([old, first, similar, fast]) == {first: 1.0, similar: 0.9, fast: 0.7}
+    assert fastest_python.choose({first: 1.0, similar: 0.9}) == first
+    assert fastest_python.choose({first: 1.0, similar: 0.9, fast: 0.7}) == fast
+    monkeypatch.setenv("PATH", str(Path(in_environment).parent))
+    assert fastest_python.candidates() == []
+    (tmp_path / "pyvenv.cfg").unlink()
+    monkeypatch.setenv("PATH", os.pathsep.join(str(Path(path).parent) for path in (fast, first)))
+    assert fastest_python.candidates() == [fast, first]
+
+
+def test_interpreter_that_runs_the_tests_can_create_an_environment() -> None:
+    fastest_python = _load_module(ROOT / "cmake" / "fastest_python.py")
+    base = Path(sys.base_prefix) / "bin" / "python3"
+    [seconds] = fastest_python.seconds_of([str(base)]).values()
+    assert 0 < seconds < 60
