@@ -16,7 +16,7 @@ from pathlib import Path
 
 MARGIN = 1.15
 
-# Prints the executable behind a wrapper and the seconds of the fastest of several short runs, or nothing.
+# Prints the executable behind a wrapper and the processor seconds of the fastest of several runs, or nothing.
 PROBE = """
 import importlib.util, os, sys, sysconfig, time
 
@@ -28,14 +28,14 @@ class Counter:
         return self.value + 1
 
 def seconds():
-    begin, table = time.perf_counter(), {}
+    begin, table = time.process_time(), {}
     for number in range(100_000):
         table[number & 1023] = Counter(number).next()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 has_headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
 if sys.version_info >= (3, 10) and has_headers and importlib.util.find_spec("ensurepip"):
-    print(sys.executable, min(seconds() for _ in range(7)))
+    print(sys.executable, min(seconds() for _ in range(15)))
 """
 
 
