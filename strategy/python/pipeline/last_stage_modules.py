@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from weft.strategy.pipeline.fake_mode import FakeMode
 from weft.strategy.pipeline.staged_model import fake_copy
 from weft.strategy.recognition.assignments import join
 from weft.strategy.sharding.remote_layers import RemoteLayer
@@ -35,7 +35,7 @@ class LastStageModules:
     def __init__(self, root: nn.Module, name: str, has_last_stage: bool) -> None:
         self._root = root
         self._name = name
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_mode = FakeMode()
         placeholders = {
             own_name: RemoteLastStageModule(own_name, name, fake_copy(module, module.buffers(), fake_mode))
             for own_name, module in _modules_beside(root, name)

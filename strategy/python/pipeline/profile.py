@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from weft.strategy._plan import Schedule, partition
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
+from weft.strategy.pipeline.fake_mode import FakeMode
 from weft.strategy.pipeline.staged_model import fake_like
 from weft.strategy.recognition.assignments import join
 
@@ -85,7 +86,7 @@ def profile_layers(
         raise ValueError(f"profile_layers got measure={measure!r}; pass {TIME!r} or {FLOPS!r}.")
     names = layer_names(model)
     if measure == FLOPS:
-        fake_mode, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
+        fake_mode, counter = FakeMode(), FlopCounterMode(display=False)
         with _fake_state(model, fake_mode), fake_mode, counter:
             # Counts do not vary: one pass is also the warm-up pass.
             passes = 2 * [_Pass(model, names, counter.get_total_flops).run(batch, loss_fn)]

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from weft.strategy.modules.activation_checkpointing import CheckpointedModule
+from weft.strategy.pipeline.fake_mode import FakeMode
 from weft.strategy.pipeline.layer_calls import intercept_calls, run_in_mode
 from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.random_streams import preserving_random_state
@@ -57,7 +58,7 @@ class StagedModel:
         self.layers = layers
         self.stages = tuple(stages)
         self.tied = tied_parameters(model, self.layers)
-        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake_mode = FakeMode()
         self._skeleton = _skeleton_of(model, self.layers, self._fake_mode, device)
         # By the ids of fake parameters. The code between layers may compute with any parameter.
         self._stage_of_parameter = {id(p): stage for _, p, stage in _parameters_with_stage(self._skeleton, self.layers)}
