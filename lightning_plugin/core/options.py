@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ZERO_STAGES = (0, 1, 2, 3)
 # Under Fabric, arguments of `pipeline_step` replace two of these options, and the module that is set up is divided.
-TRAINER_ONLY = frozenset({"pipeline_module", "split_batch", "micro_batch_weight"})
+TRAINER_ONLY = frozenset({"pipeline_module", "split_batch", "micro_batch_weight", "resume"})
 _SEVERAL_STAGES = ("interleaved", "looped_bfs")  # schedules with several stages on a rank
 _DEFAULT_SIZES = {
     "data_replicate_size": 1,
@@ -145,6 +145,10 @@ class Options:
             while each rank copies its shards into CPU memory, which is kept for the next save. One save is written at
             a time. An error is raised by the next save in the background, by loading, or at the end of `fit`. False: a
             save returns when the checkpoint is on the disk.
+        resume: "auto": the first `fit` of a Trainer goes on from the newest complete checkpoint directory in the
+            `dirpath` of its callbacks (ModelCheckpoint, Preemption), as `newest_checkpoint` finds it, so that a job
+            that is started again needs no `ckpt_path`. A `ckpt_path` is used if there is none, or if it is a directory
+            of a later step. None: only a `ckpt_path` is loaded.
     """
 
     plan: Any = None
@@ -172,6 +176,7 @@ class Options:
     pretrained: str | os.PathLike[str] | None = None
     allow_pickle: bool = False
     async_save: bool = False
+    resume: Literal["auto"] | None = None
 
     @property
     def is_stock(self) -> bool:
@@ -215,11 +220,13 @@ class Options:
             raise ValueError(
                 f"{owner} got optimizer_in_backward='rows' without a plan that fuses MLPs; pass plan='auto'."
             )
-        if self.async_save and self.plan is None and not self.needs_plan:
-            raise ValueError(
-                f"{owner} got async_save=True without a plan, with which Lightning writes the checkpoints; pass "
-                "plan='auto'."
-            )
+        if self.resume not in (None, "auto"):
+            raise ValueError(f"{owner} got resume={self.resume!r}; pass 'auto', or None and a ckpt_path to fit.")
+        for name, is_set in (("async_save=True", self.async_save), ("resume='auto'", self.resume is not None)):
+            if is_set and self.plan is None and not self.needs_plan:
+                raise ValueError(
+                    f"{owner} got {name} without a plan, with which Lightning writes the checkpoints; pass plan='auto'."
+                )
         if self.join_gate_up and self.plan is None:
             raise ValueError(f"{owner} got join_gate_up=True without a plan that fuses MLPs; pass plan='auto'.")
         if self.pretrained is not None:

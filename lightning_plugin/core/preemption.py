@@ -73,6 +73,7 @@ class PreemptionMixin:
         if grace_seconds is not None and not grace_seconds > 0:
             raise ValueError(f"Preemption got grace_seconds={grace_seconds!r}; pass a positive number, or None.")
         check_at_least_one("Preemption", "every_n_steps", every_n_steps)
+        self.dirpath = os.fspath(dirpath)
         self._path = Path(dirpath) / FILENAME
         self._signals = [signal.Signals[name] for name in signals]
         self._should_stop = should_stop

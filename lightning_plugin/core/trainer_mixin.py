@@ -25,6 +25,7 @@ from weft._plugin.parameter_replacements import parameters_of
 from weft._plugin.process_guard import guard
 from weft._plugin.resumable_loaders import KEY as LOADERS_KEY
 from weft._plugin.resumable_loaders import positions
+from weft._plugin.resuming import resume_from_newest
 from weft._plugin.saves import finish_save_of_exception, let_checkpoints_see_saves
 from weft._plugin.stage_steps import STEPS
 from weft._plugin.strategy_mixin import StrategyMixin
@@ -78,10 +79,12 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     # ---- start and end of a run ----------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """See StrategyMixin; sets the module's `device_mesh` to the strategy's mesh."""
+        """See StrategyMixin; sets the module's `device_mesh` to the strategy's mesh, and prepares `resume`."""
         super().setup_environment()
         # The stock strategy has set the mesh that it made itself, and LightningModule.device_mesh has no setter.
         self.lightning_module._device_mesh = self._device_mesh
+        if self._engine.options.resume == "auto":
+            resume_from_newest(self._engine, self)
 
     @contextmanager
     def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:
