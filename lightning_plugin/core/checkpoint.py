@@ -10,8 +10,11 @@ All ranks must call the functions that save or load, except `write_file`.
 
 from __future__ import annotations
 
+import functools
+import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,8 @@ from weft._plugin.optimizer_state import FullModel, load_sharded_state, load_sta
 from weft._plugin.random_states import RandomStates
 from weft._plugin.saves import join_at_exit
 from weft.strategy import checkpoint as directories
-from weft.strategy import durable
-from weft.strategy.checkpoint import Checkpoint, background
+from weft.strategy.checkpoint import Checkpoint, Where, background
+from weft.strategy.checkpoint.local import LocalLocation
 from weft.strategy.checkpoint.manifest import has_manifest
 
 # The model's key in a Trainer's directory, as weft's strategy and as Lightning's ModelParallelStrategy write it.
@@ -45,7 +48,7 @@ def without_none(**arguments: Any) -> dict[str, Any]:
 
 def save_directory(
     checkpoint: dict[str, Any],
-    path: Path,
+    path: Where,
     pipeline_group: dist.ProcessGroup | None = None,
     about: dict[str, Any] | None = None,
     background_seconds: float | None = None,
@@ -69,15 +72,15 @@ def write_directory(
     models: dict[str, Any],
     optimizers: dict[str, dict[str, Any]],
     rest: dict[str, Any],
-    path: Path,
+    path: Where,
     pipeline_group: dist.ProcessGroup | None = None,
     about: dict[str, Any] | None = None,
     background_seconds: float | None = None,
 ) -> None:
-    """Write state dicts of DTensors and, from the first rank, `rest`, as the directory `path`.
+    """Write state dicts of DTensors and, from the first rank, `rest`, as the directory or URL `path`.
 
-    The directory is written under another name. When it is complete and on the disk, it takes the place of a previous
-    checkpoint at `path`: a crash at any moment leaves one of the two.
+    The files are written under other names. When they are complete and stored durably, they take the place of a
+    previous checkpoint at `path`: a crash at any moment leaves one of the two.
 
     Args:
         about: JSON that describes the run.
@@ -89,16 +92,9 @@ def write_directory(
             says so.
     """
     background.wait(raises=background_seconds is not None)
-    check_checkpoint_path(path)
-    partial = durable.temporary_name(path)
-
-    def create() -> None:
-        durable.restore_previous(path)
-        durable.remove(partial)
-        durable.announce("mkdir")
-        partial.mkdir(parents=True)
-
-    directories.on_first_rank("save", path, create)
+    location = directories.location_of(path)
+    check_checkpoint_path(location)
+    written = directories.begin(location)
     keys_with_state = {key for key, state in optimizers.items() if state["state"]}
     if pipeline_group is not None:  # an optimizer has no state on a stage without trainable parameters
         gathered: list[Any] = [None] * pipeline_group.size()
@@ -109,37 +105,43 @@ def write_directory(
     state, others = {**models, **with_state}, {**rest, **without_state}
     if background_seconds is not None:
         join_at_exit()
-        pickled = background.start(path, partial, state, others, about or {}, background_seconds)
+        pickled = background.start(location, written, state, others, about or {}, background_seconds)
     else:
-        pickled = directories.save(partial, state, others, about or {})
+        pickled = directories.save(written, state, others, about or {})
     if pickled:
         warnings.warn(
-            f"weft: the checkpoint {str(path)!r} has Python objects that JSON cannot carry "
+            f"weft: the checkpoint {str(location)!r} has Python objects that JSON cannot carry "
             f"({', '.join(pickled[:10])}); it loads only with allow_pickle=True.",
             stacklevel=2,
         )
     if background_seconds is None:
-        directories.on_first_rank("save", path, lambda: durable.publish(partial, path))
+        directories.publish(written, location)
 
 
-def write_file(checkpoint: dict[str, Any], path: Path) -> None:
+def write_file(checkpoint: dict[str, Any], path: Where) -> None:
     """Write a checkpoint of plain tensors as the file `path`, as safe from crashes as a directory; not collective."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = durable.temporary_name(path)
-    durable.remove(partial)
-    durable.announce("open")
-    torch.save(checkpoint, partial)
-    durable.publish(partial, path)
+    directories.location_of(path).write_file(functools.partial(torch.save, checkpoint))
 
 
-def check_checkpoint_path(path: Path) -> None:
-    """Raise IsADirectoryError if `path` is a directory that is not a checkpoint."""
-    if not directories.may_be_replaced(path):
-        raise IsADirectoryError(f"the checkpoint path {str(path)!r} is a directory; pass another path, or remove it.")
+def check_checkpoint_path(path: Where) -> None:
+    """Raise IsADirectoryError if `path` is a directory that is not a checkpoint; for a URL collective."""
+    location = directories.location_of(path)
+
+    def check() -> None:
+        if not directories.may_be_replaced(location):
+            raise IsADirectoryError(
+                f"the checkpoint path {str(location)!r} is a directory; pass another path, or remove it."
+            )
+
+    if location.is_local:
+        check()
+    else:
+        directories.check_ranks(location)
+        directories.on_all_ranks("save", location, check)
 
 
 def load_directory(
-    path: Path,
+    path: Where,
     model: torch.nn.Module,
     optimizers: Sequence[Optimizer],
     strict: bool,
@@ -148,7 +150,7 @@ def load_directory(
     allow_pickle: bool = False,
     random_states: RandomStates | None = None,
 ) -> dict[str, Any]:
-    """Load a directory of shards, saved by any number of ranks, into the model and the optimizers.
+    """Load a directory or URL of shards, saved by any number of ranks, into the model and the optimizers.
 
     Args:
         full_model: describes the model of all stages; None: the model has no stages.
@@ -175,8 +177,9 @@ def load_directory(
     return rest
 
 
-def open_directory(path: Path, weights_only: bool | None, allow_pickle: bool) -> tuple[Checkpoint, dict[str, Any]]:
+def open_directory(path: Where, weights_only: bool | None, allow_pickle: bool) -> tuple[Checkpoint, dict[str, Any]]:
     """Return an open directory, and its other entries; collective, so that no rank waits for one that raises."""
+    directories.check_ranks(directories.location_of(path))
 
     def read() -> tuple[Checkpoint, dict[str, Any]]:
         checkpoint = directories.open_checkpoint(path, allow_pickle=allow_pickle, weights_only=weights_only)
@@ -186,13 +189,14 @@ def open_directory(path: Path, weights_only: bool | None, allow_pickle: bool) ->
     return opened
 
 
-def make_room(path: Path) -> None:
-    """Remove a directory of weft at `path`, into which Lightning would write its own files; collective.
+def make_room(path: Where) -> None:
+    """Remove a directory of weft at a path or URL, into which Lightning would write its own files; collective.
 
     Waits for a save in the background first.
     """
     background.wait(raises=False)
-    directories.on_first_rank("save", path, lambda: durable.remove(path) if has_manifest(path) else None)
+    location = directories.location_of(path)
+    directories.on_first_rank("save", location, lambda: location.remove() if has_manifest(location) else None)
 
 
 def _names_of_all_stages(local_names: Iterable[str], full_model: FullModel | None) -> set[str]:
@@ -207,7 +211,7 @@ def _names_of_all_stages(local_names: Iterable[str], full_model: FullModel | Non
     return {name for names in gathered for name in names}
 
 
-def _check_names(path: Path, saved: Iterable[str], expected: Iterable[str]) -> None:
+def _check_names(path: Where, saved: Iterable[str], expected: Iterable[str]) -> None:
     """Raise RuntimeError, as `load_state_dict` does, unless a checkpoint has exactly the expected names.
 
     An expected entry that is a dict is saved under several names, each with the entry's name as a prefix.
@@ -243,7 +247,7 @@ def load_optimizer_of_directory(
 
 
 def load_file(
-    path: Path,
+    path: Where,
     model: torch.nn.Module,
     optimizers: Sequence[Optimizer],
     strict: bool,
@@ -252,10 +256,11 @@ def load_file(
 ) -> dict[str, Any]:
     """Load a Trainer's single file, saved by any strategy, into the model and the optimizers.
 
-    Every rank memory-maps the file and reads only its shards; no tensors are communicated. Returns the file's other
-    entries.
+    Every rank memory-maps the file, or its own copy of one at a URL, and reads only its shards; no tensors are
+    communicated. Returns the file's other entries.
     """
-    checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+    with local_file(path) as file:
+        checkpoint: dict[str, Any] = torch.load(file, mmap=True, map_location="cpu", weights_only=weights_only)
     saved = checkpoint.pop("state_dict")
     target = get_model_state_dict(model)
     if full_model is not None:
@@ -273,6 +278,20 @@ def load_file(
     return checkpoint
 
 
+@contextmanager
+def local_file(path: Where) -> Iterator[Path]:
+    """Yield the path of a checkpoint file, or of a copy in a temporary folder if it is at a URL; then collective."""
+    location = directories.location_of(path)
+    if isinstance(location, LocalLocation):
+        yield location.path
+        return
+    directories.check_ranks(location)
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
+        file = Path(folder) / (location.name or "checkpoint")
+        directories.on_all_ranks("load", location, functools.partial(location.copy_to, file))
+        yield file
+
+
 def _shard_like(value: Any, target: Any) -> Any:
     if not isinstance(target, DTensor) or isinstance(value, DTensor) or value.shape != target.shape:
         return value  # load_state_dict then raises one error that lists all wrong shapes
@@ -281,7 +300,7 @@ def _shard_like(value: Any, target: Any) -> Any:
     return shard_like(value, target)
 
 
-def _no_optimizer_text(path: Path, idx: int) -> str:
+def _no_optimizer_text(path: Where, idx: int) -> str:
     return (
         f"the checkpoint {str(path)!r} has no state of optimizer {idx}: it was saved with weights only "
         "or by a run with fewer optimizers; load its weights into the model before fit, and fit without ckpt_path."

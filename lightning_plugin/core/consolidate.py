@@ -10,8 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from weft._plugin.checkpoint import MODEL_KEYS, optimizer_key, write_file
-from weft.strategy import durable
-from weft.strategy.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
+from weft.strategy.checkpoint import Checkpoint, is_checkpoint, location_of, open_checkpoint
 
 DIRECTORY_NOTE = (
     "weft writes checkpoints as directories of shards, which trainer.fit(ckpt_path=...) reads; for "
@@ -34,8 +33,9 @@ def consolidate_checkpoint(
     holds the full checkpoint in CPU memory.
 
     Args:
-        directory: a checkpoint of `trainer.save_checkpoint` or a ModelCheckpoint, written by any number of ranks.
-        file: the path of the new file; None: "DIRECTORY.consolidated".
+        directory: the path or URL of a checkpoint of `trainer.save_checkpoint` or a ModelCheckpoint, written by any
+            number of ranks.
+        file: the local path of the new file; None: "DIRECTORY.consolidated", not for a URL.
         weights_only: as in `torch.load`, for the file meta.pt of a directory that weft 0.1 or Lightning has written.
         allow_pickle: unpickle the objects that JSON cannot carry; see the strategy's option of that name.
 
@@ -43,12 +43,17 @@ def consolidate_checkpoint(
         The path of the file.
 
     Raises:
-        ValueError: `directory` is not a Trainer's directory of shards.
+        ValueError: `directory` is not a Trainer's directory of shards, or a URL without `file`.
         FileExistsError: `file` exists.
     """
-    source = Path(directory)
-    target = source.with_name(f"{source.name}.consolidated") if file is None else Path(file)
-    source = durable.existing(source)
+    source = location_of(directory)
+    if file is None and not source.is_local:
+        raise ValueError(
+            f"consolidate_checkpoint got the URL {str(source)!r} and no file; pass the path of the file to write."
+        )
+    path = Path(str(source))
+    target = path.with_name(f"{path.name}.consolidated") if file is None else Path(file)
+    source = source.existing()
     if not is_checkpoint(source):
         raise ValueError(
             f"consolidate_checkpoint got {str(source)!r}, which is not a directory of shards; "

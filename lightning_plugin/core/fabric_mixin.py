@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,9 @@ from weft._plugin.model_setup import apply_plan, join_weights
 from weft._plugin.optimizer_state import full_state, load_state, merge_parameter_groups, named_state
 from weft._plugin.options import TRAINER_ONLY, FabricOptions, Options, StockOptions
 from weft._plugin.parameter_replacements import parameters_of
-from weft._plugin.saves import report_seconds
+from weft._plugin.saves import refuse_stock_save, report_seconds
 from weft._plugin.strategy_mixin import StrategyMixin
-from weft.strategy import durable
-from weft.strategy.checkpoint import background, is_checkpoint, on_first_rank
+from weft.strategy.checkpoint import Location, background, is_checkpoint, location_of, on_first_rank
 from weft.strategy.checkpoint.manifest import has_manifest
 
 if TYPE_CHECKING:
@@ -249,7 +249,9 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         engine = self._engine
         models = {key: value for key, value in state.items() if isinstance(value, Module)}
         if self.plan is None or storage_options is not None or filter is not None or len(models) != 1:
-            checkpoints.make_room(Path(self.broadcast(path)))
+            location = location_of(self.broadcast(path))
+            refuse_stock_save(self, location)
+            checkpoints.make_room(location)
             super().save_checkpoint(path, state, storage_options, filter)
             return
         [(model_key, model)] = models.items()
@@ -259,7 +261,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
             for key, value in state.items()
             if key not in models and key not in optimizers
         }
-        target = Path(self.broadcast(path))
+        target = location_of(self.broadcast(path))
         checkpoints.check_checkpoint_path(target)
         sharded = self._save_distributed_checkpoint
         if engine.pipeline is not None and not sharded:
@@ -288,10 +290,15 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
     ) -> dict[str, Any]:
         """Load a checkpoint, saved by any number of ranks, into the objects of `state`; return the rest; collective."""
         background.wait()
-        source = durable.existing(Path(self.broadcast(path)))
-        is_readable = is_checkpoint(source) if self.plan is not None else has_manifest(source)
-        if isinstance(state, dict) and state and self.broadcast(is_readable):
+        source = location_of(self.broadcast(path)).existing()
+        look = is_checkpoint if self.plan is not None else has_manifest
+        is_readable = self.broadcast(on_first_rank("load", source, partial(look, source)))
+        if isinstance(state, dict) and state and is_readable:
             return self._load_directory(source, state, strict, weights_only)
+        with checkpoints.local_file(source) as file:
+            return self._load_file(file, state, strict, weights_only)
+
+    def _load_file(self, source: Path, state: Any, strict: bool, weights_only: bool | None) -> dict[str, Any]:
         optimizers = {}
         if self.plan is not None and isinstance(state, dict):
             optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
@@ -309,7 +316,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         return rest
 
     def _load_directory(
-        self, source: Path, state: dict[str, Any], strict: bool, weights_only: bool | None
+        self, source: Location, state: dict[str, Any], strict: bool, weights_only: bool | None
     ) -> dict[str, Any]:
         models = {key: value for key, value in state.items() if isinstance(value, Module)}
         sharded = {
@@ -344,7 +351,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         return rest
 
 
-def _no_optimizer_text(source: Path, key: str) -> str:
+def _no_optimizer_text(source: Path | Location, key: str) -> str:
     return (
         f"the checkpoint {str(source)!r} has no entry {key!r} for the optimizer of that name in the state; load it "
         "without the optimizer, or under the name it was saved as."

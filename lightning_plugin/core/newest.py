@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+from weft.strategy.checkpoint import location_of
 from weft.strategy.checkpoint import verify as problems_of
 from weft.strategy.checkpoint.manifest import Manifest, has_manifest
 
 
 def newest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = False) -> str | None:
-    """Return the path of the newest complete checkpoint directory in `directory`, or None if there is none.
+    """Return the path or URL of the newest complete checkpoint directory in `directory`, or None if there is none.
 
         path = weft.lightning.newest_checkpoint("checkpoints")
         trainer.fit(module, loader, ckpt_path=path)  # from the start if it is None
@@ -26,13 +26,12 @@ def newest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = False
             all of them.
     """
     found: list[tuple[int, float, str]] = []
-    folder = Path(directory)
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in location_of(directory).inner():
         try:
-            if path.name.endswith(".partial") or not has_manifest(path):
+            if not has_manifest(path):
                 continue
             manifest = Manifest.read(path)
-            modified = path.stat().st_mtime
+            modified = path.modified()
         except (ValueError, OSError):
             continue
         rest = manifest.rest if isinstance(manifest.rest, dict) else {}

@@ -14,7 +14,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -43,7 +42,7 @@ class PreemptionMixin:
     ends after the next training step, or after the validation if that is the end of training.
 
     Args:
-        dirpath: the directory of the checkpoint, the same on all ranks.
+        dirpath: the directory or URL of the checkpoint, the same on all ranks.
         signals: names of signals, not "SIGINT". "SIGTERM" is the usual one; SLURM sends what `--signal` says, such as
             "SIGUSR1".
         should_stop: also called at each exchange, on every rank; one rank that returns True is enough.
@@ -73,8 +72,10 @@ class PreemptionMixin:
         if grace_seconds is not None and not grace_seconds > 0:
             raise ValueError(f"Preemption got grace_seconds={grace_seconds!r}; pass a positive number, or None.")
         check_at_least_one("Preemption", "every_n_steps", every_n_steps)
+        from weft.strategy.checkpoint import joined
+
         self.dirpath = os.fspath(dirpath)
-        self._path = Path(dirpath) / FILENAME
+        self._location = joined(dirpath, FILENAME)
         self._signals = [signal.Signals[name] for name in signals]
         self._should_stop = should_stop
         self._exit_code = exit_code
@@ -85,9 +86,7 @@ class PreemptionMixin:
 
     def last_checkpoint(self) -> str | None:
         """Return the path of the checkpoint that a stopped run has saved, or None, for `trainer.fit(ckpt_path=...)`."""
-        from weft.strategy import durable
-
-        return str(self._path) if durable.existing(self._path).exists() else None
+        return str(self._location) if self._location.existing().is_used() else None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Replace the handlers of the signals, those of the Trainer included."""
@@ -119,11 +118,11 @@ class PreemptionMixin:
         if not _any(wants_stop, trainer.strategy.root_device):
             return
         trainer.strategy.wait_for_checkpoints(raises=False)
-        trainer.save_checkpoint(self._path)
+        trainer.save_checkpoint(str(self._location))
         trainer.strategy.wait_for_checkpoints()
         Console(trainer.strategy.fabric_module).log(
-            f"weft: the run was stopped after step {self._step}, and saved as {str(self._path)!r}; it ends with the "
-            f"exit code {self._exit_code}."
+            f"weft: the run was stopped after step {self._step}, and saved as {str(self._location)!r}; it ends with "
+            f"the exit code {self._exit_code}."
         )
         raise SystemExit(guard().end_with(self._exit_code))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.constants import default_pg_timeout
 
 from weft._plugin.process_guard import guard
-from weft.strategy.checkpoint import background
+from weft.strategy.checkpoint import Location, background, location_of
+from weft.strategy.checkpoint.manifest import has_manifest
+from weft.strategy.checkpoint.remote import RemoteLocation
 
 if TYPE_CHECKING:
     from weft._plugin.stock_strategies import StockStrategy
@@ -23,21 +24,22 @@ def report_seconds(strategy: StockStrategy) -> float:
     return timeout.total_seconds()
 
 
-def may_run_in_background(trainer: Any, path: Path) -> bool:
-    """Return whether a save of this Trainer, which trains, may be written while training goes on.
+def may_run_in_background(trainer: Any, name: str) -> bool:
+    """Return whether a save named `name` of this Trainer, which trains, may be written while training goes on.
 
     It may not while an exception ends the run, and when SLURM stops it ("hpc_ckpt_"). A ModelCheckpoint that links
     "last" to a checkpoint needs it complete.
     """
-    if trainer.state.status != "running" or path.name.startswith("hpc_ckpt_"):
+    if trainer.state.status != "running" or name.startswith("hpc_ckpt_"):
         return False
     return all(getattr(callback, "save_last", None) != "link" for callback in trainer.checkpoint_callbacks)
 
 
 def let_checkpoints_see_saves(trainer: Any) -> None:
-    """Let each ModelCheckpoint take a checkpoint that is being written for one that exists.
+    """Let each ModelCheckpoint see the checkpoints that weft writes.
 
-    It then chooses another name, as it does for one on the disk, unless it replaces that one.
+    It takes one that is being written for one that exists, and chooses another name, as it does for one on the disk,
+    unless it replaces that one. At a URL, it does not rely on a list of files from before.
     """
     for callback in trainer.checkpoint_callbacks:
         stock = getattr(callback, "file_exists", None)
@@ -46,8 +48,38 @@ def let_checkpoints_see_saves(trainer: Any) -> None:
 
 
 def _file_exists(stock: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
+    location = location_of(filepath)
+    if isinstance(location, RemoteLocation):
+        location.forget_listings()
     exists = stock(filepath, trainer)  # collective
-    return exists or background.is_writing(Path(filepath))
+    return exists or background.is_writing(location)
+
+
+def refuse_without_plan(strategy: Any, location: Location) -> None:
+    """Raise ValueError for a URL if there is no plan: the stock strategy would make a local path of it."""
+    if strategy.plan is None and not location.is_local:
+        raise ValueError(
+            f"{type(strategy).__name__} got no plan and the checkpoint {str(location)!r}; pass a plan, such as 'auto', "
+            "or a local path."
+        )
+
+
+def refuse_stock_save(strategy: Any, location: Location) -> None:
+    """Raise ValueError for a URL, of which the stock strategy of Fabric would make a local path."""
+    refuse_without_plan(strategy, location)
+    if not location.is_local:
+        raise ValueError(
+            f"{type(strategy).__name__} got the checkpoint {str(location)!r} with storage_options, a filter, or not "
+            "exactly one model; save one model with none of these, or to a local path."
+        )
+
+
+def remove(location: Location) -> bool:
+    """Remove the checkpoint at a URL if weft has written it as a directory; return whether it has."""
+    if location.is_local or not has_manifest(location):
+        return False
+    location.remove()
+    return True
 
 
 def finish_save_of_exception(trainer: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,14 +10,14 @@ from torch.optim import Optimizer
 from weft._plugin.checkpoint import load_directory, load_file, save_directory, without_none
 from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.optimizer_state import FullModel, full_state, merge_parameter_groups, named_state
-from weft._plugin.saves import may_run_in_background, report_seconds
-from weft.strategy import durable
+from weft._plugin.saves import may_run_in_background, refuse_without_plan, report_seconds
+from weft.strategy.checkpoint import location_of, on_first_rank
 
 if TYPE_CHECKING:
     from weft._plugin.engine import Engine
     from weft._plugin.stock_strategies import StockTrainerStrategy
 
-__all__ = ["load", "optimizer_state", "save", "without_none"]
+__all__ = ["load", "optimizer_state", "save", "save_file", "without_none"]
 
 
 def optimizer_state(engine: Engine, strategy: StockTrainerStrategy, optimizer: Any) -> dict[str, Any]:
@@ -35,13 +34,25 @@ def optimizer_state(engine: Engine, strategy: StockTrainerStrategy, optimizer: A
 def save(
     engine: Engine, strategy: StockTrainerStrategy, checkpoint: dict[str, Any], filepath: Any, in_background: bool
 ) -> None:
-    """Write a checkpoint as a directory, to which each rank writes its shards; collective."""
+    """Write a checkpoint as a directory or URL, to which each rank writes its shards; collective."""
     stages = None if engine.pipeline is None else engine.stages.group
-    path = Path(strategy.broadcast(filepath))
-    in_background = in_background and may_run_in_background(strategy.lightning_module.trainer, path)
+    location = location_of(strategy.broadcast(filepath))
+    in_background = in_background and may_run_in_background(strategy.lightning_module.trainer, location.name)
     seconds = report_seconds(strategy) if in_background else None
-    save_directory(checkpoint, path, stages, engine.about(), seconds, engine.random_states)
+    save_directory(checkpoint, location, stages, engine.about(), seconds, engine.random_states)
     engine.console.log_once(DIRECTORY_NOTE)
+
+
+def save_file(strategy: StockTrainerStrategy, checkpoint: dict[str, Any], url: str, storage_options: Any) -> None:
+    """Let Lightning write a checkpoint as one file at a URL, which the stock strategy would make a local path of."""
+    refuse_without_plan(strategy, location_of(url))
+    if storage_options is not None and strategy._save_distributed_checkpoint:
+        raise TypeError(
+            f"{type(strategy).__name__} got storage_options for the directory {url!r}; leave them out, and set "
+            "options of fsspec in its configuration."
+        )
+    if strategy.is_global_zero:
+        strategy.checkpoint_io.save_checkpoint(checkpoint, url, storage_options)
 
 
 def load(
@@ -52,15 +63,16 @@ def load(
     weights_only: bool | None,
     full_model: FullModel | None,
 ) -> dict[str, Any]:
-    """Load a directory or a file, saved by any number of ranks, into the strategy's model and `optimizers`; collective.
+    """Load what any number of ranks have saved, a directory or file, into the model and `optimizers`; collective.
 
     full_model: describes the full model if the model is in stages; else None.
     """
-    path = durable.existing(Path(strategy.broadcast(checkpoint_path)))
+    location = location_of(strategy.broadcast(checkpoint_path)).existing()
     strict = strategy.lightning_module.strict_loading
-    arguments = (path, strategy.model, optimizers, strict, weights_only, full_model)
+    arguments = (location, strategy.model, optimizers, strict, weights_only, full_model)
     with torch.no_grad():
-        if strategy.broadcast(path.is_dir()):  # the same on all ranks, also if the file system is late on some
+        # The same on all ranks, also if the file system is late on some.
+        if strategy.broadcast(on_first_rank("load", location, location.is_directory)):
             random_states = engine.random_states if strategy.lightning_module.trainer.state.fn == "fit" else None
             return load_directory(*arguments, engine.options.allow_pickle, random_states)
         return load_file(*arguments)

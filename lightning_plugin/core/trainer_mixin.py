@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -26,11 +25,11 @@ from weft._plugin.process_guard import guard
 from weft._plugin.resumable_loaders import KEY as LOADERS_KEY
 from weft._plugin.resumable_loaders import positions
 from weft._plugin.resuming import resume_from_newest
-from weft._plugin.saves import finish_save_of_exception, let_checkpoints_see_saves
+from weft._plugin.saves import finish_save_of_exception, let_checkpoints_see_saves, refuse_without_plan, remove
 from weft._plugin.stage_steps import STEPS
 from weft._plugin.strategy_mixin import StrategyMixin
 from weft._plugin.trainer_stages import TrainerStages
-from weft.strategy.checkpoint import background
+from weft.strategy.checkpoint import background, location_of
 
 if TYPE_CHECKING:
     from weft._plugin.stock_strategies import StockTrainerStrategy
@@ -208,8 +207,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         super().on_train_start()
         self._engine.broadcast_random_state()
         self._saves_in_background = self._engine.options.async_save
-        if self._saves_in_background:
-            let_checkpoints_see_saves(self.lightning_module.trainer)
+        let_checkpoints_see_saves(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
         """Wait for a checkpoint that is written in the background; raise its error on all ranks."""
@@ -219,7 +217,11 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Like the stock method, but if a checkpoint is being written, after it is complete."""
-        background.call_later(partial(super().remove_checkpoint, filepath))
+        background.call_later(partial(self._remove_checkpoint, filepath))
+
+    def _remove_checkpoint(self, filepath: Any) -> None:
+        if not (self.is_global_zero and remove(location_of(filepath))):
+            super().remove_checkpoint(filepath)
 
     def on_exception(self, exception: BaseException) -> None:
         """Mark this process as failed, so that its exit does not wait for other ranks."""
@@ -352,8 +354,12 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             checkpoint[LOADERS_KEY] = found
         self._engine.random_states.of_loaders = [None if each is None else each["random_state"] for each in found]
         if self.plan is None or not self._save_distributed_checkpoint or storage_options is not None:
-            make_room(Path(self.broadcast(filepath)))
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            location = location_of(self.broadcast(filepath))
+            make_room(location)
+            if location.is_local:
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            else:
+                checkpoints.save_file(self, checkpoint, str(location), storage_options)
         else:
             checkpoints.save(self._engine, self, checkpoint, filepath, self._saves_in_background)
 
@@ -362,6 +368,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         background.wait()
         self._engine.random_states.loaded({})
         if self.plan is None:
+            refuse_without_plan(self, location_of(checkpoint_path))
             loaded = super().load_checkpoint(checkpoint_path, **checkpoints.without_none(weights_only=weights_only))
         else:
             # A test after a fit still has the optimizers of the fit, which may belong to another model.

@@ -134,6 +134,26 @@ def announce(name: str) -> None:
         before_call(name)
 
 
+class NewFile:
+    """A file that must not exist, and is written from its first to its last byte."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = create_file(path)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        write(self._file, data)
+
+    def close(self) -> None:
+        """Close the file when its bytes are on the disk."""
+        with closing(self._file):
+            sync(self._file)
+
+    def discard(self) -> None:
+        """Close the file as it is."""
+        os.close(self._file)
+
+
 def create_file(path: Path) -> int:
     """Create a file that must not exist; return its descriptor."""
     announce("open")

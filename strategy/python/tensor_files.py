@@ -8,10 +8,10 @@ of the repository safetensors).
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,15 +53,31 @@ class OutputTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+class OutputFile(Protocol):
+    """A new file that is written from its first to its last byte."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+
+    def close(self) -> None:
+        """Complete the file; it is stored durably when this returns."""
+
+    def discard(self) -> None:
+        """Close the file without completing it."""
+
+
 class TensorFile:
     """A safetensors file that is written a tensor at a time, in the order of `tensors`.
+
+    Args:
+        create: the path of a new file, or a function that creates one for a number of bytes.
 
     Attributes:
         header: the bytes before the first tensor.
         num_bytes: the size of the file when all tensors have been written.
     """
 
-    def __init__(self, path: Path, tensors: list[OutputTensor]) -> None:
+    def __init__(self, create: Path | Callable[[int], OutputFile], tensors: list[OutputTensor]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for tensor in tensors:
@@ -76,11 +92,11 @@ class TensorFile:
         text += b" " * (-len(text) % _ALIGNMENT)
         self.header = len(text).to_bytes(8, "little") + text
         self.num_bytes = len(self.header) + offset
-        self._file = durable.create_file(path)
+        self._file = create(self.num_bytes) if callable(create) else durable.NewFile(create)
         try:
-            durable.write(self._file, self.header)
-        except OSError:
-            os.close(self._file)
+            self._file.write(self.header)
+        except BaseException:
+            self._file.discard()
             raise
 
     def write(self, tensor: Tensor) -> None:
@@ -90,9 +106,12 @@ class TensorFile:
 
     def write_bytes(self, data: memoryview) -> None:
         """Append the bytes of the next tensor."""
-        durable.write(self._file, data)
+        self._file.write(data)
 
     def close(self) -> None:
-        """Close the file when its bytes are on the disk."""
-        with durable.closing(self._file):
-            durable.sync(self._file)
+        """Close the file when its bytes are stored durably."""
+        self._file.close()
+
+    def discard(self) -> None:
+        """Close the file without completing it."""
+        self._file.discard()

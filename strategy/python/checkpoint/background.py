@@ -1,8 +1,8 @@
 """Writes a checkpoint in the background, while training goes on; one at a time in a process.
 
 Training stops only while all ranks plan the save and copy their chunks into CPU memory. Then a thread of each rank
-writes the rank's file and, when that is on the disk, reports its chunks in the store of the process group. The thread
-of the first rank waits for the reports of all ranks, writes the manifest, and gives the directory its name. So the
+writes the rank's file and, when that is stored, reports its chunks in the store of the process group. The thread
+of the first rank waits for the reports of all ranks, writes the manifest, and makes the files the checkpoint. So the
 threads start no collective, which could be confused with one of the training, and a full disk hinders no report.
 """
 
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from weft.strategy import durable
 from weft.strategy.checkpoint.directory import on_all_ranks, on_first_rank, plan_save, write_manifest
 from weft.strategy.checkpoint.host_copies import HostCopies
+from weft.strategy.checkpoint.locations import Location, Where, location_of
 from weft.strategy.checkpoint.manifest import chunk_from_json, chunk_to_json, file_from_json, file_to_json
 from weft.strategy.checkpoint.writing import Encoded, Placed
 
@@ -42,20 +42,20 @@ _process = _Process()
 
 
 def start(
-    path: Path,
-    partial: Path,
+    location: Where,
+    written: Where,
     state: Mapping[str, Any],
     rest: Mapping[str, Any],
     about: Mapping[str, Any],
     seconds: float,
 ) -> tuple[str, ...]:
-    """Copy a state into CPU memory, and write it as the directory `path` in the background; collective.
+    """Copy a state into CPU memory, and write it as the checkpoint `location` in the background; collective.
 
     The save before must have ended; see `wait`. Later changes of the arguments change nothing in the checkpoint.
 
     Args:
-        path: the name that the directory gets when it is complete.
-        partial: the directory, which exists and is empty, in the same directory as `path`.
+        location: the path or URL that the checkpoint gets when it is complete.
+        written: where the files are written until then, as `begin` returns it.
         state, rest, about: as in `save`.
         seconds: how long the first rank waits for the files of the others when its own is written.
 
@@ -66,7 +66,7 @@ def start(
         RuntimeError: a rank could not copy its chunks.
     """
     _process.num_saves += 1
-    _process.current = _Save(path, partial, state, rest, about, seconds)
+    _process.current = _Save(location_of(location), location_of(written), state, rest, about, seconds)
     return _process.current.pickled
 
 
@@ -81,7 +81,7 @@ def wait(*, raises: bool = True) -> None:
     if current is None:
         return
     try:
-        on_all_ranks("save", current.path, current.join)
+        on_all_ranks("save", current.location, current.join)
     except Exception as error:
         if raises:
             raise
@@ -109,9 +109,14 @@ def free_copies() -> None:
         _process.copies.free()
 
 
-def is_writing(path: Path) -> bool:
-    """Return whether the save that no rank has waited for yet has the name `path`; the same on all ranks."""
-    return _process.current is not None and _process.current.path.absolute() == path.absolute()
+def is_writing(where: Where) -> bool:
+    """Return whether the save that no rank has waited for yet is of this path or URL; the same on all ranks."""
+    if _process.current is None:
+        return False
+    one, other = _process.current.location, location_of(where)
+    if one.is_local and other.is_local:
+        return os.path.abspath(str(one)) == os.path.abspath(str(other))
+    return str(one) == str(other)
 
 
 def call_later(call: Callable[[], None]) -> None:
@@ -129,25 +134,25 @@ class _Save:
     """A save whose files are being written. The constructor is collective.
 
     Attributes:
-        pickled: see `start`.
+        location, pickled: see `start`.
         has_ended: the thread uses the copies no more.
         error_of_others: on the first rank, why another rank could not write.
     """
 
     def __init__(
         self,
-        path: Path,
-        partial: Path,
+        location: Location,
+        written: Location,
         state: Mapping[str, Any],
         rest: Mapping[str, Any],
         about: Mapping[str, Any],
         seconds: float,
     ) -> None:
-        self.path = path
+        self.location = location
         self.pickled: tuple[str, ...] = ()
         self.has_ended = False
         self.error_of_others: RuntimeError | None = None
-        self._partial = partial
+        self._written = written
         self._about = dict(about)
         self._seconds = seconds
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -158,8 +163,8 @@ class _Save:
         self._error: Exception | None = None
         self._later: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        self._writer = plan_save(partial, state, _process.copies.copy)
-        self._rest: Encoded | None = on_first_rank("save", path, lambda: Encoded.of(dict(rest), ""))
+        self._writer = plan_save(written, state, _process.copies.copy)
+        self._rest: Encoded | None = on_first_rank("save", location, lambda: Encoded.of(dict(rest), ""))
         if self._rest is not None:
             values = (encoded for _, encoded in self._writer.values.values())
             self.pickled = tuple(name for each in (*values, self._rest) for name, _ in each.objects)
@@ -213,13 +218,13 @@ class _Save:
         failed = next(((rank, each["error"]) for rank, each in enumerate(reports, 1) if "error" in each), None)
         if failed is not None:
             self.error_of_others = RuntimeError(
-                f"rank {failed[0]} failed to save the checkpoint {str(self.path)!r} ({failed[1]}); remove the cause, "
-                "and save again."
+                f"rank {failed[0]} failed to save the checkpoint {str(self.location)!r} ({failed[1]}); remove the "
+                "cause, and save again."
             )
             return
         assert self._rest is not None
         write_manifest(self._writer, [placed, *map(_placed, reports)], self._rest, self._about)
-        durable.publish(self._partial, self.path)
+        self._written.publish_as(self.location)
 
     def _report(self, content: dict[str, Any]) -> None:
         assert self._store is not None
@@ -238,7 +243,7 @@ class _Save:
             while not self._store.check([str(rank)]):
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"rank {rank} did not write its part of the checkpoint {str(self.path)!r} within "
+                        f"rank {rank} did not write its part of the checkpoint {str(self.location)!r} within "
                         f"{self._seconds:g} seconds after rank 0 had; pass a longer timeout to the strategy, or save "
                         "to a faster disk."
                     )

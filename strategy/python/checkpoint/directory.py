@@ -10,7 +10,6 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,12 +19,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from weft.strategy import durable
 from weft.strategy.checkpoint import old_format
 from weft.strategy.checkpoint.blocks import Blocks, checksum
+from weft.strategy.checkpoint.file_names import MANIFEST, OBJECTS, REST_TENSORS
+from weft.strategy.checkpoint.local import LocalLocation
+from weft.strategy.checkpoint.locations import Location, Where, location_of
 from weft.strategy.checkpoint.manifest import (
-    MANIFEST,
-    OBJECTS,
     Manifest,
     StoredFile,
     StoredTensor,
@@ -37,27 +36,59 @@ from weft.strategy.checkpoint.reading import ChunkReader, ValueLoadPlanner
 from weft.strategy.checkpoint.values import decode, shifted
 from weft.strategy.checkpoint.writing import ChunkWriter, Encoded, Placed, ValueSavePlanner, write_chunks
 
-_REST_TENSORS = "rest.safetensors"
+
+def is_checkpoint(where: Where) -> bool:
+    """Return whether a directory or URL has the files of a checkpoint, which may be damaged."""
+    location = location_of(where)
+    return location.exists(MANIFEST) or (location.is_local and location.exists(old_format.REST))
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a directory with the files of a checkpoint, which may be damaged."""
-    return (path / MANIFEST).is_file() or (path / old_format.REST).is_file()
+def may_be_replaced(where: Where) -> bool:
+    """Return whether a save may replace what is at a path or URL: all but a directory that is no checkpoint."""
+    location = location_of(where)
+    is_old = location.is_local and location.exists(old_format.REST)
+    return location.has_no_others() or has_manifest(location) or is_old
 
 
-def may_be_replaced(path: Path) -> bool:
-    """Return whether a save may replace what is at `path`: all but a directory that is no checkpoint."""
-    return not path.is_dir() or has_manifest(path) or (path / old_format.REST).is_file()
+def check_ranks(location: Location) -> None:
+    """Raise ValueError if the ranks cannot share files at a location: memory:// is the memory of one process."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if num_ranks > 1 and str(location).startswith("memory:"):
+        raise ValueError(
+            f"got the checkpoint {str(location)!r}, which is in the memory of one process, and {num_ranks} ranks; pass "
+            "a path or URL that all ranks can read and write."
+        )
+
+
+def begin(location: Location) -> Location:
+    """Begin a save to a location; return where the ranks write it, until `publish`; collective.
+
+    Raises:
+        ValueError: the ranks cannot share files there.
+    """
+    check_ranks(location)
+    token = on_first_rank("save", location, location.begin_save)
+    if not location.is_local and dist.is_initialized() and dist.get_world_size() > 1:
+        tokens = [token]
+        dist.broadcast_object_list(tokens)
+        token = tokens[0]
+    return location.for_save(token or "")
+
+
+def publish(written: Location, location: Location) -> None:
+    """Make a complete save, which was written where `begin` says, the checkpoint at `location`; collective."""
+    on_first_rank("save", location, lambda: written.publish_as(location))
 
 
 def save(
-    directory: Path, state: Mapping[str, Any], rest: Mapping[str, Any], about: Mapping[str, Any]
+    directory: Where, state: Mapping[str, Any], rest: Mapping[str, Any], about: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Write a checkpoint to an existing, empty directory; collective over the default group, if there is one.
+    """Write a checkpoint; collective over the default group, if there is one.
 
-    It is complete when its manifest is there, and on the disk when this function returns on the first rank.
+    It is complete when its manifest is there, and stored durably when this function returns on the first rank.
 
     Args:
+        directory: an existing, empty directory, or what `begin` has returned.
         state: nested dicts and lists with DTensors, tensors and other values. If several ranks have a value, one of
             them writes its own.
         rest: other entries, of the first rank.
@@ -70,38 +101,39 @@ def save(
         Exception: this rank could not write.
         RuntimeError: another rank could not write.
     """
-    writer = plan_save(directory, state)
-    placed = [on_all_ranks("save", directory, writer.write)]
+    location = location_of(directory)
+    writer = plan_save(location, state)
+    placed = [on_all_ranks("save", location, writer.write)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(placed[0], gathered)
         placed = gathered or []
     pickled: tuple[str, ...] | None = on_first_rank(
-        "save", directory, lambda: write_manifest(writer, placed, Encoded.of(dict(rest), ""), about)
+        "save", location, lambda: write_manifest(writer, placed, Encoded.of(dict(rest), ""), about)
     )
     return pickled or ()
 
 
 def plan_save(
-    directory: Path, state: Mapping[str, Any], copy: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
+    location: Location, state: Mapping[str, Any], copy: Callable[[Sequence[Tensor]], list[Tensor]] | None = None
 ) -> ChunkWriter:
     """Return a writer that has this rank's chunks of a state; collective. `copy`: see `ChunkWriter`."""
-    writer = ChunkWriter(directory, copy)
-    _run("save", directory, lambda: dcp.save(dict(state), storage_writer=writer, planner=ValueSavePlanner()))
+    writer = ChunkWriter(location, copy)
+    _run("save", location, lambda: dcp.save(dict(state), storage_writer=writer, planner=ValueSavePlanner()))
     return writer
 
 
-def on_first_rank(action: str, path: Path, call: Callable[[], Any]) -> Any:
+def on_first_rank(action: str, where: Where, call: Callable[[], Any]) -> Any:
     """Return what `call` returns on the first rank, and None on others, when it has returned; collective.
 
     Raises:
         Exception: on the first rank what `call` has raised, on others a RuntimeError with the text of that error.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    return on_all_ranks(action, path, call if is_first else lambda: None)
+    return on_all_ranks(action, where, call if is_first else lambda: None)
 
 
-def on_all_ranks(action: str, path: Path, call: Callable[[], Any]) -> Any:
+def on_all_ranks(action: str, where: Where, call: Callable[[], Any]) -> Any:
     """Return what `call` returns on this rank, when it has returned on all; collective, but `call` must not be.
 
     Raises:
@@ -123,7 +155,7 @@ def on_all_ranks(action: str, path: Path, call: Callable[[], Any]) -> Any:
     found = next(((rank, text) for rank, text in enumerate(texts) if text is not None), None)
     if found is not None:
         raise RuntimeError(
-            f"rank {found[0]} failed to {action} the checkpoint {str(path)!r} ({found[1]}); remove the cause, and try "
+            f"rank {found[0]} failed to {action} the checkpoint {str(where)!r} ({found[1]}); remove the cause, and try "
             "again."
         )
     return result
@@ -142,7 +174,7 @@ def write_manifest(
     Returns:
         The paths of the pickled values.
     """
-    directory = writer.directory
+    location = writer.location
     tensors: list[Tensor] = []
     objects: list[tuple[str, bytes]] = []
 
@@ -161,25 +193,25 @@ def write_manifest(
             (str(idx), Blocks.of(tuple(tensor.shape), tensor.dtype.itemsize), tensor.dtype)
             for idx, tensor in enumerate(tensors)
         ]
-        files[_REST_TENSORS], stored = write_chunks(directory / _REST_TENSORS, chunks, tensors)
+        name = location.new_name(REST_TENSORS)
+        files[name], stored = write_chunks(location, name, chunks, tensors)
         for tensor, chunk in zip(tensors, stored, strict=True):
             rest_tensors.append(StoredTensor((), tensor.dtype, tuple(tensor.shape), (chunk,)))
     if objects:
-        files[OBJECTS] = _write_objects(directory, [data for _, data in objects])
+        name = location.new_name(OBJECTS)
+        files[name] = _write_objects(location, name, [data for _, data in objects])
     paths = tuple(path for path, _ in objects)
     stored_tensors = writer.tensors(placed)
-    Manifest(dict(about), files, stored_tensors, values, encoded_rest, tuple(rest_tensors), paths).write(directory)
-    Manifest.read(directory)  # raises before the old checkpoint is replaced if the files are not as planned
+    manifest = Manifest(dict(about), files, stored_tensors, values, encoded_rest, tuple(rest_tensors), paths).to_bytes()
+    Manifest.from_bytes(manifest, location)  # raises before the old checkpoint is replaced if a file is not as planned
+    location.put(MANIFEST, manifest)
     return paths
 
 
-def _write_objects(directory: Path, objects: list[bytes]) -> StoredFile:
+def _write_objects(location: Location, name: str, objects: list[bytes]) -> StoredFile:
     """Write the pickled objects as a list of bytes, so that each can be loaded without the others."""
     data = pickle.dumps(objects)
-    file = durable.create_file(directory / OBJECTS)
-    with durable.closing(file):
-        durable.write(file, data)
-        durable.sync(file)
+    location.put(name, data)
     return StoredFile(len(data), len(data), checksum(data))
 
 
@@ -187,11 +219,11 @@ class Checkpoint(Protocol):
     """An open directory.
 
     Attributes:
-        path: the directory.
+        location: where it is.
         metadata: the entries of the sharded state, and their paths as `planner_data`, as torch describes them.
     """
 
-    path: Path
+    location: Location
     metadata: Metadata
 
     def load(self, target: dict[str, Any], *, allow_partial: bool = False, alone: bool = False) -> None:
@@ -207,9 +239,9 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(
-    path: Path, *, verify: bool = True, allow_pickle: bool = False, weights_only: bool | None = None
+    where: Where, *, verify: bool = True, allow_pickle: bool = False, weights_only: bool | None = None
 ) -> Checkpoint:
-    """Open a directory.
+    """Open a directory or URL.
 
     Args:
         verify: compare the checksums of all bytes that are read.
@@ -220,35 +252,40 @@ def open_checkpoint(
         FileNotFoundError: it is no checkpoint.
         ValueError: the manifest is damaged, or does not agree with the files.
     """
-    if (path / MANIFEST).is_file():
-        if (path / old_format.LIST).is_file():
+    location = location_of(where)
+    if location.exists(MANIFEST):
+        if location.is_local and location.exists(old_format.LIST):
             raise ValueError(
-                f"the checkpoint {str(path)!r} has {MANIFEST} and {old_format.LIST}, of two saves; remove the older "
-                "one, or load another checkpoint."
+                f"the checkpoint {str(location)!r} has {MANIFEST} and {old_format.LIST}, of two saves; remove the "
+                "older one, or load another checkpoint."
             )
-        return _Checkpoint(path, verify, allow_pickle)
-    if not (path / old_format.LIST).is_file():
+        return _Checkpoint(location, verify, allow_pickle)
+    if not isinstance(location, LocalLocation):
+        raise FileNotFoundError(f"got {str(location)!r}, which has no {MANIFEST}; pass the URL of one checkpoint.")
+    if not location.exists(old_format.LIST):
         raise FileNotFoundError(
-            f"got {str(path)!r}, which has neither {MANIFEST} nor {old_format.LIST}; pass the directory of one "
+            f"got {str(location)!r}, which has neither {MANIFEST} nor {old_format.LIST}; pass the directory of one "
             "checkpoint."
         )
-    return _OldCheckpoint(path, allow_pickle, weights_only)
+    return _OldCheckpoint(location, allow_pickle, weights_only)
 
 
 class _Checkpoint:
     """A directory with a manifest."""
 
-    def __init__(self, path: Path, verify: bool, allow_pickle: bool) -> None:
-        self.path = path
-        self.manifest = Manifest.read(path)
+    def __init__(self, location: Location, verify: bool, allow_pickle: bool) -> None:
+        self.location = location
+        self.manifest = Manifest.read(location)
         self._allow_pickle = allow_pickle
         self._objects: list[Any] | None = None
-        self._reader = ChunkReader(path, self.manifest, self._value, verify)
+        self._reader = ChunkReader(location, self.manifest, self._value, verify)
         self.metadata = self._reader.read_metadata()
 
     def load(self, target: dict[str, Any], *, allow_partial: bool = False, alone: bool = False) -> None:
         planner = ValueLoadPlanner(allow_partial_load=allow_partial)
-        _run("load", self.path, lambda: dcp.load(target, storage_reader=self._reader, planner=planner, no_dist=alone))
+        _run(
+            "load", self.location, lambda: dcp.load(target, storage_reader=self._reader, planner=planner, no_dist=alone)
+        )
 
     def rest(self) -> dict[str, Any]:
         try:
@@ -256,7 +293,9 @@ class _Checkpoint:
         finally:
             self._reader.close()
         if not isinstance(rest, dict):
-            raise ValueError(f"the checkpoint {str(self.path)!r} has no dict as its other entries; load another one.")
+            raise ValueError(
+                f"the checkpoint {str(self.location)!r} has no dict as its other entries; load another one."
+            )
         return rest
 
     def _value(self, name: str) -> Any:
@@ -278,7 +317,7 @@ class _Checkpoint:
                 raise
             reason = "they are nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise ValueError(
-                f"the checkpoint {str(self.path)!r} has values that cannot be read ({reason}); load another one."
+                f"the checkpoint {str(self.location)!r} has values that cannot be read ({reason}); load another one."
             ) from None
 
     def _rest_tensor(self, idx: int) -> Tensor:
@@ -293,35 +332,37 @@ class _Checkpoint:
         if not self._allow_pickle:
             paths = ", ".join(self.manifest.object_paths[:10])
             raise ValueError(
-                f"the checkpoint {str(self.path)!r} has Python objects that only pickle can read, which may run code: "
-                f"{paths}; pass allow_pickle=True, an argument of the strategy and of consolidate_checkpoint, if you "
-                "trust it, or save values that JSON can carry."
+                f"the checkpoint {str(self.location)!r} has Python objects that only pickle can read, which may run "
+                f"code: {paths}; pass allow_pickle=True, an argument of the strategy and of consolidate_checkpoint, if "
+                "you trust it, or save values that JSON can carry."
             )
         if self._objects is None:
-            self._objects = pickle.loads(self._reader.read_file(OBJECTS))
+            self._objects = pickle.loads(self._reader.read_file(self.manifest.objects_file or OBJECTS))
         return torch.load(io.BytesIO(self._objects[idx]), map_location="cpu", weights_only=False)
 
 
 class _OldCheckpoint:
     """A directory of torch.distributed.checkpoint with meta.pt."""
 
-    def __init__(self, path: Path, allow_pickle: bool, weights_only: bool | None) -> None:
-        self.path = path
+    def __init__(self, location: LocalLocation, allow_pickle: bool, weights_only: bool | None) -> None:
+        self.location = location
         self._allow_pickle = allow_pickle
         self._weights_only = False if allow_pickle and weights_only is None else weights_only
-        self._reader = OldReader(path, allow_pickle)
+        self._reader = OldReader(location.path, allow_pickle)
         self.metadata = self._reader.read_metadata()
 
     def load(self, target: dict[str, Any], *, allow_partial: bool = False, alone: bool = False) -> None:
         planner = OldLoadPlanner(allow_partial, self._allow_pickle)
-        _run("load", self.path, lambda: dcp.load(target, storage_reader=self._reader, planner=planner, no_dist=alone))
+        _run(
+            "load", self.location, lambda: dcp.load(target, storage_reader=self._reader, planner=planner, no_dist=alone)
+        )
 
     def rest(self) -> dict[str, Any]:
-        rest: dict[str, Any] = read_rest(self.path, self._weights_only)
+        rest: dict[str, Any] = read_rest(self.location.path, self._weights_only)
         return rest
 
 
-def _run(action: str, path: Path, call: Callable[[], Any]) -> None:
+def _run(action: str, location: Location, call: Callable[[], Any]) -> None:
     """Call torch.distributed.checkpoint; raise the error of the first rank that has one, on all ranks.
 
     torch raises a CheckpointException, which is no Exception, with the stacks of all ranks.
@@ -335,6 +376,6 @@ def _run(action: str, path: Path, call: Callable[[], Any]) -> None:
         if isinstance(cause, ValueError):
             raise cause from None
         raise RuntimeError(
-            f"rank {rank} failed to {action} the checkpoint {str(path)!r} ({type(cause).__name__}: {cause}); remove "
-            "the cause, and try again."
+            f"rank {rank} failed to {action} the checkpoint {str(location)!r} ({type(cause).__name__}: {cause}); "
+            "remove the cause, and try again."
         ) from error

@@ -6,17 +6,17 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from weft.strategy import durable
-from weft.strategy.checkpoint.manifest import MANIFEST, Manifest
+from weft.strategy.checkpoint.file_names import MANIFEST
+from weft.strategy.checkpoint.locations import Location, location_of
+from weft.strategy.checkpoint.manifest import Manifest
 from weft.strategy.checkpoint.reading import ChunkReader
 
 
-def _opened(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
-    folder = durable.existing(Path(path))
-    if not (folder / MANIFEST).is_file():
+def _opened(path: str | os.PathLike[str]) -> tuple[Location, Manifest]:
+    folder = location_of(path).existing()
+    if not folder.exists(MANIFEST):
         raise FileNotFoundError(
             f"got {str(folder)!r}, which has no {MANIFEST}; pass a checkpoint directory, which weft 0.2 or later has "
             "written."
@@ -25,9 +25,9 @@ def _opened(path: str | os.PathLike[str]) -> tuple[Path, Manifest]:
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Read all files of a checkpoint directory; return a sentence for each damaged header and chunk.
+    """Read all files of a checkpoint directory or URL; return a sentence for each damaged header and chunk.
 
-    It needs no process group, and holds 4 MiB of tensors at a time, or one block if that is larger.
+    It needs no process group, and holds 4 MiB of tensors at a time (at a URL 16 MiB), or one block if that is larger.
 
     Raises:
         FileNotFoundError: it is no directory with a manifest.
@@ -112,7 +112,7 @@ class Contents:
 
 
 def inspect(path: str | os.PathLike[str]) -> Contents:
-    """Return the content of a checkpoint directory, from its manifest; reads no tensors.
+    """Return the content of a checkpoint directory or URL, from its manifest; reads no tensors.
 
     Raises:
         FileNotFoundError: it is no directory with a manifest.

@@ -25,23 +25,19 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import re
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from weft.strategy import durable
 from weft.strategy.checkpoint.blocks import ALGORITHM, CHECKSUM_BYTES, Blocks, checksum
+from weft.strategy.checkpoint.file_names import MANIFEST, is_of_objects, may_be_listed
+from weft.strategy.checkpoint.locations import Location, Where, location_of, path_in
 from weft.strategy.checkpoint.values import dtype_of
 
-MANIFEST = "manifest.json"
 _BEGINNING = re.compile(rb'\{"checksum": "[0-9a-f]{16}",\n"format":"weft checkpoint"')
-OBJECTS = "objects.pickle"
 _FORMAT = "weft checkpoint"
 VERSION = 1
 _PREFIX = b'{"checksum": "%016x",\n'
@@ -49,14 +45,12 @@ _PREFIX_BYTES = len(_PREFIX % 0)
 _MAX_CHUNKS = 1 << 16  # of a tensor; more than ranks write
 _MAX_SPLIT_DIMS = 6
 _MAX_PATH = 100  # keys
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}")
 
 
-def has_manifest(directory: Path) -> bool:
-    """Return whether a directory has a manifest of weft, not another file of that name, by how it begins."""
+def has_manifest(directory: Where) -> bool:
+    """Return whether a directory or URL has a manifest of weft, not another file of that name, by how it begins."""
     try:
-        with open(directory / MANIFEST, "rb") as file:
-            return _BEGINNING.match(file.read(100)) is not None
+        return _BEGINNING.match(location_of(directory).read(MANIFEST, 100)) is not None
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
 
@@ -145,8 +139,13 @@ class Manifest:
     rest_tensors: tuple[StoredTensor, ...] = ()
     object_paths: tuple[str, ...] = ()
 
-    def write(self, directory: Path) -> None:
-        """Write the manifest of a directory whose other files are complete."""
+    @property
+    def objects_file(self) -> str | None:
+        """Return the name of the file with the pickled objects."""
+        return next(filter(is_of_objects, self.files), None)
+
+    def to_bytes(self) -> bytes:
+        """Return the content of the file."""
         content = {
             "format": _FORMAT,
             "version": VERSION,
@@ -160,32 +159,30 @@ class Manifest:
             "objects": list(self.object_paths),
         }
         text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()[1:]
-        file = durable.create_file(directory / MANIFEST)
-        with durable.closing(file):
-            durable.write(file, _PREFIX % checksum(text))
-            durable.write(file, text)
-            durable.sync(file)
+        return _PREFIX % checksum(text) + text
 
     @classmethod
-    def read(cls, directory: Path) -> Manifest:
-        """Return the manifest of a directory.
+    def read(cls, directory: Where) -> Manifest:
+        """Return the manifest of a directory or URL.
 
         Raises:
             FileNotFoundError: there is none.
             ValueError: it is damaged, does not agree with the files, or is of a later version of the format.
         """
-        path = directory / MANIFEST
-        with open(path, "rb") as file:
-            data = file.read()
+        location = location_of(directory)
+        return cls.from_bytes(location.read(MANIFEST), location)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, location: Location) -> Manifest:
+        """Return the manifest of the files at a location; raises ValueError as `read` does."""
         try:
-            content = _content(data)
-            manifest = cls._from_json(content)
-            manifest._check(directory)
+            manifest = cls._from_json(_content(data))
+            manifest._check(location)
         except RecursionError:
-            raise ValueError(_sentence(path, "its values are nested too deeply")) from None
+            raise ValueError(_sentence(location, "its values are nested too deeply")) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
-            raise ValueError(_sentence(path, reason)) from None
+            raise ValueError(_sentence(location, reason)) from None
         return manifest
 
     @classmethod
@@ -209,7 +206,7 @@ class Manifest:
         for idx, tensor in enumerate(self.rest_tensors):
             yield f"tensor {idx} of the other entries", tensor
 
-    def _check(self, directory: Path) -> None:
+    def _check(self, location: Location) -> None:
         chunks: dict[str, list[StoredChunk]] = {name: [] for name in self.files}
         for name, tensor in self.all_tensors():
             _check_sizes(name, tensor)
@@ -217,10 +214,15 @@ class Manifest:
                 if chunk.file not in chunks:
                     raise ValueError(f"{name!r:.200} is in the file {chunk.file!r:.80}, which is not listed")
                 chunks[chunk.file].append(chunk)
-        for name, file in self.files.items():
-            if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+        for name in self.files:
+            if not may_be_listed(name):
                 raise ValueError(f"it lists the file {name!r:.80}, which is no name of a checkpoint's file")
-            _check_file(directory / name, file.num_bytes)
+        sizes = location.sizes(self.files)
+        for name, file in self.files.items():
+            if name not in sizes:
+                raise ValueError(f"the file {name!r} is missing")
+            if sizes[name] != file.num_bytes:
+                raise ValueError(f"the file {name!r} has {sizes[name]} bytes, and {file.num_bytes} are expected")
             regions = [(chunk.start, chunk.blocks.num_bytes) for chunk in chunks[name]]
             regions += [(chunk.table, chunk.table_bytes) for chunk in chunks[name] if chunk.table_bytes > 0]
             end = file.header_bytes
@@ -233,8 +235,8 @@ class Manifest:
         for name, tensor in self.all_tensors():
             _check_overlap(name, tensor)
         self._check_paths()
-        if (len(self.object_paths) > 0) != (OBJECTS in self.files):
-            raise ValueError(f"the file {OBJECTS!r} and the list of objects do not agree")
+        if int(len(self.object_paths) > 0) != sum(map(is_of_objects, self.files)):
+            raise ValueError("the files of objects and the list of objects do not agree")
 
     def _check_paths(self) -> None:
         """Raise ValueError unless the paths are those of a nested state, and fit the names."""
@@ -248,8 +250,10 @@ class Manifest:
                 raise ValueError(f"the entry {name!r:.200} has the path {list(path)!r:.200}")
 
 
-def _sentence(path: Path, reason: str) -> str:
-    return f"the checkpoint's manifest {str(path)!r} cannot be used: {reason}; load another checkpoint."
+def _sentence(location: Location, reason: str) -> str:
+    return (
+        f"the checkpoint's manifest {path_in(location, MANIFEST)!r} cannot be used: {reason}; load another checkpoint."
+    )
 
 
 def _content(data: bytes) -> dict[str, Any]:
@@ -414,14 +418,3 @@ def _check_overlap(name: str, tensor: StoredTensor) -> None:
         odd.symmetric_difference_update(itertools.product(*sides))
     if odd:
         raise ValueError(f"two chunks of {name!r:.200} overlap")
-
-
-def _check_file(path: Path, num_bytes: int) -> None:
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        raise ValueError(f"the file {path.name!r} is missing") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise ValueError(f"{path.name!r} is no regular file")
-    if found.st_size != num_bytes:
-        raise ValueError(f"the file {path.name!r} has {found.st_size} bytes, and {num_bytes} are expected")

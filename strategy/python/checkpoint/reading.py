@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -30,10 +29,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.futures import Future
 
 from weft.strategy.checkpoint.blocks import Span, bytes_of, checksum, checksums_in
+from weft.strategy.checkpoint.locations import Location, path_in
 from weft.strategy.checkpoint.manifest import Manifest, StoredChunk
-
-_MAX_OPEN_FILES = 64
-_READ_BYTES = 4 << 20  # at a time: small enough to stay in a cache between checksum and copy
 
 
 class ValueLoadPlanner(DefaultLoadPlanner):
@@ -62,7 +59,7 @@ class ChunkReader(StorageReader):
     """Reads regions of chunks, and compares the checksums of the blocks that they are in.
 
     Args:
-        manifest: of the checkpoint `directory`.
+        manifest: of the checkpoint at `location`.
         value_of: returns the entry of a name that is no tensor.
         verify: compare checksums.
     """
@@ -70,9 +67,9 @@ class ChunkReader(StorageReader):
     num_bytes_read: ClassVar[int] = 0  # by all objects of this process, headers excluded
 
     def __init__(
-        self, directory: Path, manifest: Manifest, value_of: Callable[[str], Any], verify: bool = True
+        self, location: Location, manifest: Manifest, value_of: Callable[[str], Any], verify: bool = True
     ) -> None:
-        self.directory = directory
+        self.location = location
         self._manifest, self._value_of, self._verify = manifest, value_of, verify
         self._metadata = _metadata_of(manifest)
         self._chunks = {
@@ -80,7 +77,7 @@ class ChunkReader(StorageReader):
             for name, tensor in manifest.tensors.items()
             for chunk in tensor.chunks
         }
-        self._files: dict[str, int] = {}
+        self._files = location.input_files()
         self._compared: set[str] = set()  # files whose headers have been compared
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._table: tuple[StoredChunk | None, Sequence[int]] = (None, ())
@@ -143,7 +140,7 @@ class ChunkReader(StorageReader):
         rows = (offsets[0], offsets[0] + sizes[0]) if sizes else (0, 1)
         columns = (offsets[1], offsets[1] + sizes[1]) if len(sizes) > 1 else (0, 1)
         trailing = tuple(slice(first, first + size) for first, size in zip(offsets[2:], sizes[2:], strict=True))
-        for span in blocks.spans(rows, columns, _READ_BYTES):
+        for span in blocks.spans(rows, columns, self._files.max_bytes):
             data = self._read_span(name, chunk, span)
             if not sizes:
                 target.copy_(data.view(dtype).view(()))
@@ -172,7 +169,7 @@ class ChunkReader(StorageReader):
         ChunkReader.num_bytes_read += span.num_bytes
         if self._verify and (block := chunk.blocks.damaged(span, memory, self._checksums(name, chunk))) is not None:
             raise ValueError(
-                f"the checkpoint's file {str(self.directory / chunk.file)!r} is damaged: block {block} of {name!r}, "
+                f"the checkpoint's file {path_in(self.location, chunk.file)!r} is damaged: block {block} of {name!r}, "
                 f"which begins at byte {chunk.start}, does not have its checksum; load another checkpoint."
             )
         return data
@@ -186,7 +183,7 @@ class ChunkReader(StorageReader):
             self._read_bytes(chunk.file, chunk.table, memoryview(table))
             if checksum(table) != chunk.checksum:
                 raise ValueError(
-                    f"the checkpoint's file {str(self.directory / chunk.file)!r} is damaged: the checksums of "
+                    f"the checkpoint's file {path_in(self.location, chunk.file)!r} is damaged: the checksums of "
                     f"{name!r}, which begin at byte {chunk.table}, do not have theirs; load another checkpoint."
                 )
             self._table = (chunk, checksums_in(table))
@@ -196,7 +193,7 @@ class ChunkReader(StorageReader):
         """Raise ValueError if a chunk of the tensor `name` is damaged."""
         blocks = chunk.blocks
         if blocks.num_bytes > 0:
-            for span in blocks.spans((0, blocks.num_rows), (0, blocks.num_columns), _READ_BYTES):
+            for span in blocks.spans((0, blocks.num_rows), (0, blocks.num_columns), self._files.max_bytes):
                 self._read_span(name, chunk, span)
 
     def check_header(self, file: str) -> None:
@@ -204,43 +201,35 @@ class ChunkReader(StorageReader):
         if file not in self._compared:
             self._compared.add(file)
             header = bytearray(self._manifest.files[file].header_bytes)
-            self._read_from(self._descriptor(file), file, 0, memoryview(header))
+            self._read_from(file, 0, memoryview(header))
             self._check_header(file, header)
 
     def read_file(self, file: str) -> bytes:
         """Return the bytes of a file without tensors."""
         stored = self._manifest.files[file]
         data = bytearray(stored.num_bytes)
-        self._read_from(self._descriptor(file), file, 0, memoryview(data))
+        self._read_from(file, 0, memoryview(data))
         self._check_header(file, data)
         return bytes(data)
-
-    def _descriptor(self, file: str) -> int:
-        """Return the descriptor of an open file."""
-        if file not in self._files:
-            if len(self._files) >= _MAX_OPEN_FILES:
-                os.close(self._files.pop(next(iter(self._files))))
-            self._files[file] = os.open(self.directory / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        return self._files[file]
 
     def _check_header(self, file: str, header: bytearray) -> None:
         if self._verify and checksum(header) != self._manifest.files[file].header_checksum:
             raise ValueError(
-                f"the checkpoint's file {str(self.directory / file)!r} is damaged: its first {len(header)} bytes do "
+                f"the checkpoint's file {path_in(self.location, file)!r} is damaged: its first {len(header)} bytes do "
                 "not have their checksum; load another checkpoint."
             )
 
     def _read_bytes(self, file: str, start: int, memory: memoryview) -> None:
         """Read bytes of a file, after its header has been compared."""
         self.check_header(file)
-        self._read_from(self._descriptor(file), file, start, memory)
+        self._read_from(file, start, memory)
 
-    def _read_from(self, descriptor: int, file: str, start: int, memory: memoryview) -> None:
+    def _read_from(self, file: str, start: int, memory: memoryview) -> None:
         while memory.nbytes > 0:
-            count = os.preadv(descriptor, [memory], start)
+            count = self._files.read_into(file, start, memory)
             if count == 0:
                 raise ValueError(
-                    f"the checkpoint's file {str(self.directory / file)!r} ends at byte {start}, and more bytes are "
+                    f"the checkpoint's file {path_in(self.location, file)!r} ends at byte {start}, and more bytes are "
                     "expected; load another checkpoint."
                 )
             start += count
@@ -248,8 +237,6 @@ class ChunkReader(StorageReader):
 
     def close(self) -> None:
         """Close the files, and free the buffer."""
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files = {}
+        self._files.close()
         self._compared = set()
         self._buffer = torch.empty(0, dtype=torch.uint8)

@@ -6,11 +6,11 @@ Values that are no tensors are encoded as JSON, not pickled.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from weft.strategy.checkpoint.blocks import Blocks, bytes_of, checksum, table_of
+from weft.strategy.checkpoint.file_names import rank_file
+from weft.strategy.checkpoint.locations import Location
 from weft.strategy.checkpoint.manifest import StoredChunk, StoredFile, StoredTensor
 from weft.strategy.checkpoint.values import NAMES_OF_DTYPES, Encoder
 from weft.strategy.tensor_files import DTYPES, OutputTensor, TensorFile
@@ -125,15 +127,15 @@ class ChunkWriter(StorageWriter):
     """Keeps the chunks that torch's planner gives to this rank, until `write` writes them to one file.
 
     Args:
-        directory: exists.
+        location: where the save is written.
         copy: returns copies of the values of all chunks; None: the values themselves are kept until they are written.
 
     Attributes:
         values: (path, encoded value) of the entries that are no tensors, by name; on the coordinator.
     """
 
-    def __init__(self, directory: Path, copy: Callable[[Sequence[Tensor]], list[Tensor]] | None = None) -> None:
-        self.directory = directory
+    def __init__(self, location: Location, copy: Callable[[Sequence[Tensor]], list[Tensor]] | None = None) -> None:
+        self.location = location
         self.values: dict[str, tuple[tuple[str | int, ...], Encoded]] = {}
         self._copy = copy
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -145,7 +147,7 @@ class ChunkWriter(StorageWriter):
         """Do nothing: a writer writes one checkpoint."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the directory exists."""
+        """Do nothing: the save has begun."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -186,15 +188,16 @@ class ChunkWriter(StorageWriter):
                 self._tensors[name] = (tuple(paths[name]), entry.properties.dtype, tuple(entry.size))
 
     def write(self) -> Placed:
-        """Write this rank's file, if it has chunks, wait until it is on the disk, and let go of the values."""
+        """Write this rank's file, if it has chunks, wait until it is stored, and let go of the values."""
         planned, self._planned = self._planned, []
         values, self._values = self._values, []
         if not planned:
             return Placed({}, ())
-        path = self.directory / f"rank-{self._rank:05}.safetensors"
-        file, chunks = write_chunks(path, [(each.name, each.blocks, each.dtype) for each in planned], values)
+        name = self.location.new_name(rank_file(self._rank))
+        wanted = [(each.name, each.blocks, each.dtype) for each in planned]
+        file, chunks = write_chunks(self.location, name, wanted, values)
         placed = (dataclasses.replace(c, offsets=each.offsets) for c, each in zip(chunks, planned, strict=True))
-        return Placed({path.name: file}, tuple((each.tensor, c) for each, c in zip(planned, placed, strict=True)))
+        return Placed({name: file}, tuple((each.tensor, c) for each, c in zip(planned, placed, strict=True)))
 
     def tensors(self, placed: Iterable[Placed]) -> dict[str, StoredTensor]:
         """Return all tensors with the chunks that the ranks have written; on the coordinator."""
@@ -216,12 +219,12 @@ def _unknown_dtype(name: str, dtype: torch.dtype) -> ValueError:
 
 
 def write_chunks(
-    path: Path, chunks: list[tuple[str, Blocks, torch.dtype]], values: Iterable[Tensor]
+    location: Location, file_name: str, chunks: list[tuple[str, Blocks, torch.dtype]], values: Iterable[Tensor]
 ) -> tuple[StoredFile, list[StoredChunk]]:
-    """Write a safetensors file with chunks, and after them their blocks' checksums; wait until it is on the disk.
+    """Write a safetensors file with chunks, and after them their blocks' checksums; wait until it is stored.
 
     Args:
-        path: must not exist.
+        location, file_name: where no file of this name exists.
         chunks: (name, blocks, dtype) of each chunk.
         values: yields the elements of each chunk, as a tensor of the chunk's shape.
 
@@ -242,7 +245,8 @@ def write_chunks(
         else:
             outputs.append(OutputTensor(name, (blocks.num_bytes,), torch.uint8))
     num_checksums = sum(blocks.num_blocks for _, blocks, _ in chunks if blocks.num_blocks > 1)
-    file = TensorFile(path, [*outputs, OutputTensor(_TABLE, (num_checksums,), torch.int64)])
+    outputs.append(OutputTensor(_TABLE, (num_checksums,), torch.int64))
+    file = TensorFile(functools.partial(location.create, file_name), outputs)
     stored: list[StoredChunk] = []
     tables: list[Tensor] = []
     try:
@@ -260,10 +264,12 @@ def write_chunks(
                 tables.append(table_of(checksums))
                 own, first_of_table = checksum(bytes_of(tables[-1])), table
                 table += tables[-1].nbytes
-            stored.append(StoredChunk((0,) * len(blocks.shape), path.name, start, blocks, first_of_table, own))
+            stored.append(StoredChunk((0,) * len(blocks.shape), file_name, start, blocks, first_of_table, own))
             start += blocks.num_bytes
         for each in tables:
             file.write_bytes(bytes_of(each))
-    finally:
-        file.close()
+    except BaseException:
+        file.discard()
+        raise
+    file.close()
     return StoredFile(file.num_bytes, len(file.header), checksum(file.header)), stored

@@ -10,6 +10,7 @@ import functools
 import os
 import pickle
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from weft.strategy import durable
-from weft.strategy.checkpoint import Checkpoint, open_checkpoint
+from weft.strategy.checkpoint import Checkpoint, Location, location_of, open_checkpoint
 from weft.strategy.pretrained.hugging_face import converted_for_saving, save_configuration
 from weft.strategy.pretrained.output import size_of
 from weft.strategy.pretrained.values import LazyTensor
@@ -48,7 +48,7 @@ def convert(
 
     Args:
         checkpoint: what a Trainer has written, or `fabric.save` with the key "model": a directory of shards, from any
-            layout, or a file.
+            layout, or a file; its path or URL.
         directory: must not exist; it is complete or absent, as with `save_pretrained`.
         base: the pretrained directory from which the training started, or one with the config.json of the trained
             model, if that has another architecture or other sizes. The result has the names that this model has on
@@ -66,7 +66,7 @@ def convert(
             names. Or the checkpoint has Python objects other than tensors and containers.
     """
     max_bytes = size_of(max_shard_size)
-    path = Path(checkpoint)
+    path = location_of(checkpoint)
     tensors = _tensors_of(path, dtype)
     model = None if base is None else _model_of(Path(base))
     if model is None:
@@ -86,12 +86,12 @@ def convert(
     write_tensors(values, Path(directory), max_bytes, write_configuration)
 
 
-def _tensors_of(path: Path, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+def _tensors_of(path: Location, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
     """Return the tensors of the model in a checkpoint, by their names in it."""
-    path = durable.existing(path)
-    if not path.exists():
+    path = path.existing()
+    if not path.is_used():
         raise FileNotFoundError(f"convert got the checkpoint {str(path)!r}, which does not exist; pass its path.")
-    found, keys = _tensors_of_directory(path, dtype) if path.is_dir() else _tensors_of_file(path, dtype)
+    found, keys = _tensors_of_directory(path, dtype) if path.is_directory() else _tensors_of_file(path, dtype)
     if not found:
         raise ValueError(
             f"convert found no tensors under {' or '.join(map(repr, _MODEL_KEYS))} in {str(path)!r}, which has "
@@ -106,7 +106,7 @@ def _tensors_of(path: Path, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
     return found
 
 
-def _tensors_of_directory(path: Path, dtype: torch.dtype | None) -> tuple[dict[str, LazyTensor], list[str]]:
+def _tensors_of_directory(path: Location, dtype: torch.dtype | None) -> tuple[dict[str, LazyTensor], list[str]]:
     """Return the tensors of the model by their names, and the first parts of all names in the directory."""
     checkpoint = open_checkpoint(path)
     found: dict[str, LazyTensor] = {}
@@ -125,10 +125,14 @@ def _read_shards(checkpoint: Checkpoint, key: str, shape: tuple[int, ...], dtype
     return tensor
 
 
-def _tensors_of_file(path: Path, dtype: torch.dtype | None) -> tuple[dict[str, LazyTensor], list[str]]:
+def _tensors_of_file(path: Location, dtype: torch.dtype | None) -> tuple[dict[str, LazyTensor], list[str]]:
     """Return the tensors of the model by their names, and the keys of the file."""
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with tempfile.TemporaryDirectory(prefix="weft-") as folder:  # removed files stay readable while they are mapped
+            file = Path(folder) / "checkpoint" if not path.is_local else Path(str(path))
+            if not path.is_local:
+                path.copy_to(file)
+            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
         raise ValueError(
             f"convert got {str(path)!r}, which torch.load(weights_only=True, mmap=True) does not read "
@@ -173,7 +177,7 @@ def _model_of(base: Path) -> Any:
     return model
 
 
-def _inside(tensors: dict[str, LazyTensor], module: str, path: Path) -> dict[str, LazyTensor]:
+def _inside(tensors: dict[str, LazyTensor], module: str, path: Location) -> dict[str, LazyTensor]:
     prefix = f"{module}." if module else ""
     found = {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
     if not found:
@@ -211,7 +215,7 @@ def _prefix_of(model: nn.Module, tensors: dict[str, LazyTensor]) -> str:
     return found[0] if found else ""
 
 
-def _matching(model: nn.Module, tensors: dict[str, LazyTensor], path: Path) -> dict[str, LazyTensor]:
+def _matching(model: nn.Module, tensors: dict[str, LazyTensor], path: Location) -> dict[str, LazyTensor]:
     """Return the tensors of a model, each tied one once; raises ValueError unless they are all, and have its shapes."""
     names, tied = _names_of(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

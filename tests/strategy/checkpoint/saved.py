@@ -11,7 +11,8 @@ import torch
 
 from weft.strategy.checkpoint import open_checkpoint, save
 from weft.strategy.checkpoint.blocks import checksum
-from weft.strategy.checkpoint.manifest import _PREFIX, MANIFEST
+from weft.strategy.checkpoint.file_names import MANIFEST
+from weft.strategy.checkpoint.manifest import _PREFIX
 
 RANK_FILE = "rank-00000.safetensors"
 

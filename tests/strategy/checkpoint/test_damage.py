@@ -12,10 +12,7 @@ import torch
 from strategy.checkpoint.saved import RANK_FILE, load, save_to
 
 from weft.strategy.checkpoint import open_checkpoint
-from weft.strategy.checkpoint.manifest import (
-    MANIFEST,
-    OBJECTS,
-)
+from weft.strategy.checkpoint.file_names import MANIFEST, OBJECTS
 
 
 def test_original_loads(original: Path) -> None:

@@ -15,11 +15,10 @@ from strategy.checkpoint.saved import RANK_FILE, edit, load, state_of, write
 
 from weft.strategy.checkpoint import may_be_replaced, open_checkpoint
 from weft.strategy.checkpoint.blocks import Blocks, checksum
+from weft.strategy.checkpoint.file_names import MANIFEST, OBJECTS
 from weft.strategy.checkpoint.manifest import (
     _PREFIX,
     _PREFIX_BYTES,
-    MANIFEST,
-    OBJECTS,
     StoredChunk,
     StoredTensor,
     _check_overlap,
