@@ -52,6 +52,7 @@ class StockStrategy:
 class StockTrainerStrategy(StockStrategy):
     """The further members of the Trainer's ModelParallelStrategy."""
 
+    checkpoint_io: Any
     lightning_module: Any
     model: Module
     optimizers: list[Optimizer]

@@ -108,7 +108,7 @@ def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert", help="write the model of a training checkpoint in the layout of Hugging Face"
     )
-    convert.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory or file that a Trainer has written")
+    convert.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory or file of a Trainer; also its URL")
     convert.add_argument("directory", metavar="DIRECTORY", help="the directory to write, which must not exist")
     convert.add_argument("--base", metavar="FOLDER", help="the pretrained directory from which training started")
     convert.add_argument("--module", metavar="NAME", help="the module in the LightningModule that is written")
@@ -144,7 +144,7 @@ def _add_verify_and_inspect(commands: Any) -> None:
         description="Exit status: 0, or 2 if the manifest is missing or cannot be used.",
     )
     for command in (verify, inspect):
-        command.add_argument("directory", metavar="DIRECTORY", help="a checkpoint that a Trainer or Fabric has written")
+        command.add_argument("directory", metavar="DIRECTORY", help="a checkpoint of a Trainer or Fabric; also its URL")
     inspect.add_argument("--json", action="store_true", help="print one JSON object, with sizes in bytes")
 
 
@@ -152,7 +152,7 @@ def _verify(args: argparse.Namespace) -> int:
     checkpoint = importlib.import_module("weft.strategy.checkpoint")
     try:
         problems = checkpoint.verify(args.directory)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ImportError) as error:
         print(f"weft verify: {error}", file=sys.stderr)
         return 2
     except (ValueError, OSError) as error:
@@ -170,7 +170,7 @@ def _inspect(args: argparse.Namespace) -> int:
     checkpoint = importlib.import_module("weft.strategy.checkpoint")
     try:
         contents = checkpoint.inspect(args.directory)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         print(f"weft inspect: {error}", file=sys.stderr)
         return 2
     print(json.dumps(contents.to_dict(), indent=2) if args.json else contents)

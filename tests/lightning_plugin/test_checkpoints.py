@@ -25,7 +25,7 @@ from weft._plugin import checkpoint as checkpoints
 from weft.lightning import WeftModelParallelStrategy, consolidate_checkpoint
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 from weft.strategy import durable
-from weft.strategy.checkpoint import open_checkpoint
+from weft.strategy.checkpoint import Location, open_checkpoint
 
 SIZES = (1, 2, 4)
 FORMATS = ("directory", "file")
@@ -35,8 +35,9 @@ def _strategy(fmt: str) -> WeftModelParallelStrategy:
     return WeftModelParallelStrategy(plan="auto", save_distributed_checkpoint=fmt != "file")
 
 
-def _save_as_before(directory: Path, state: dict[str, Any], rest: dict[str, Any], about: object) -> tuple[str, ...]:
+def _save_as_before(where: Location, state: dict[str, Any], rest: dict[str, Any], about: object) -> tuple[str, ...]:
     """Write a directory as weft 0.1 did."""
+    directory = Path(str(where))
     dcp.save(state, checkpoint_id=directory)
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save(rest, directory / "meta.pt")

@@ -345,7 +345,8 @@ class _OldCheckpoint:
     """A directory of torch.distributed.checkpoint with meta.pt."""
 
     def __init__(self, location: LocalLocation, allow_pickle: bool, weights_only: bool | None) -> None:
-        self.location = location
+        self.location: Location = location
+        self._path = location.path
         self._allow_pickle = allow_pickle
         self._weights_only = False if allow_pickle and weights_only is None else weights_only
         self._reader = OldReader(location.path, allow_pickle)
@@ -358,7 +359,7 @@ class _OldCheckpoint:
         )
 
     def rest(self) -> dict[str, Any]:
-        rest: dict[str, Any] = read_rest(self.location.path, self._weights_only)
+        rest: dict[str, Any] = read_rest(self._path, self._weights_only)
         return rest
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,7 +76,7 @@ class Location(Protocol):
     def existing(self) -> Location:
         """Return the location or, if a crash during a save has left nothing there, that of the old checkpoint."""
 
-    def inner(self) -> list[Location]:
+    def inner(self) -> Sequence[Location]:
         """Return the locations of the directories directly inside."""
 
     def modified(self) -> float:
