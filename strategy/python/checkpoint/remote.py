@@ -58,19 +58,22 @@ class RemoteFile:
         self._file.write(data)
 
     def close(self) -> None:
-        durable.announce("complete")
         try:
+            durable.announce("complete")
             self._file.close()
         except BaseException:
             self.discard()
             raise
 
     def discard(self) -> None:
-        """Abort the upload, so that the object does not exist."""
+        """Abort the upload, so that the object does not exist; in fsspec's memory, its beginning stays."""
+        from fsspec.spec import AbstractBufferedFile
+
         try:
             self._file.discard()
         finally:
-            self._file.closed = True  # else fsspec completes the object when this is collected
+            if isinstance(self._file, AbstractBufferedFile):
+                self._file.closed = True  # else fsspec completes the object when this is collected
 
 
 class RemoteLocation:
