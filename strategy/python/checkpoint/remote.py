@@ -22,8 +22,7 @@ from typing import Any
 from weft.strategy import durable
 from weft.strategy.checkpoint.file_names import MANIFEST, is_of_checkpoint, is_of_save, with_token
 
-# Of one request: a request of S3 takes some 30 ms before the first byte, and then 10 ns per byte, so 16 MiB take 200.
-_READ_BYTES = 16 << 20
+_READ_BYTES = 16 << 20  # by one request, whose latency is tens of milliseconds
 _PART_BYTES = 32 << 20  # of a part of an upload, which is in memory until it is stored
 _MAX_PARTS = 5000  # of a file; S3 takes 10,000
 
@@ -56,6 +55,9 @@ class RemoteFile:
     def write(self, data: bytes | memoryview) -> None:
         durable.announce("write")
         self._file.write(data)
+
+    def flush(self) -> None:
+        """Do nothing, for `torch.save`: a part is uploaded when it is full."""
 
     def close(self) -> None:
         try:
