@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import urllib.request
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,13 +58,16 @@ class ObjectStore:
         return call
 
     def close(self) -> None:
+        """End the server, and remove all objects, which moto keeps for the next server of this process."""
+        reset = urllib.request.Request(f"{self.endpoint}/moto-api/reset", method="POST")
+        urllib.request.urlopen(reset).close()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
 
 def use(endpoint: str) -> Any:
-    """Let this process use the store at s3:// URLs; return fsspec's file system, with an empty bucket."""
+    """Let this process use the store at s3:// URLs; return fsspec's file system."""
     os.environ.update(
         AWS_ENDPOINT_URL_S3=endpoint,
         AWS_ACCESS_KEY_ID="test",
