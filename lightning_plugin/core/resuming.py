@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft._plugin.newest import newest_checkpoint
-from weft.strategy.checkpoint import on_first_rank
+from weft.strategy.checkpoint import location_of, on_first_rank
 from weft.strategy.checkpoint.manifest import Manifest, has_manifest
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def resume_from_newest(engine: Engine, strategy: StockTrainerStrategy) -> None:
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         del connector.resume_start  # the next call is the stock method's
-        path = strategy.broadcast(on_first_rank("load", Path(folders[0]), lambda: _choose(checkpoint_path, folders)))
+        path = strategy.broadcast(on_first_rank("load", location_of(folders[0]), lambda: _choose(checkpoint_path, folders)))
         engine.console.log(
             f"weft: resume='auto' found no checkpoint in {' and '.join(map(repr, folders))}; training begins."
             if path is None
@@ -56,7 +55,7 @@ def resume_from_newest(engine: Engine, strategy: StockTrainerStrategy) -> None:
 
 
 def _folders(trainer: Any) -> list[str]:
-    """Return the folders to which the Trainer's callbacks save, each once."""
+    """Return the folders and URLs to which the Trainer's callbacks save, each once."""
     found = (getattr(callback, "dirpath", None) for callback in trainer.callbacks)
     return list(dict.fromkeys(os.fspath(each) for each in found if isinstance(each, (str, os.PathLike))))
 
@@ -72,8 +71,9 @@ def _choose(given: Any, folders: list[str]) -> Any:
 
 def _step_of(path: Any) -> int:
     """Return the number of optimizer steps before a directory of weft was saved; -1 for other checkpoints."""
-    if not has_manifest(Path(path)):
+    location = location_of(path)
+    if not has_manifest(location):
         return -1
-    rest = Manifest.read(Path(path)).rest
+    rest = Manifest.read(location).rest
     step = rest.get("global_step") if isinstance(rest, dict) else None
     return step if isinstance(step, int) else -1

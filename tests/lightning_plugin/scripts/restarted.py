@@ -38,9 +38,9 @@ if __name__ == "__main__":
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         model.kills = frozenset(sys.argv[3:])
     save = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1)
-    strategy = weft.lightning.WeftModelParallelStrategy(plan="auto", async_save=True)
+    strategy = weft.lightning.WeftModelParallelStrategy(plan="auto", async_save=True, resume="auto")
     run = trainer(2, strategy, folder, max_epochs=-1, max_steps=num_steps, callbacks=[save], enable_checkpointing=True)
-    run.fit(model, ResumableLoader(), ckpt_path=weft.lightning.newest_checkpoint(folder))
+    run.fit(model, ResumableLoader())
     result = weights(model)
     if run.is_global_zero:
         torch.save(result, folder / "weights.pt")
