@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -20,6 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     _order_by_world_size(items)
     if any(mark.name in DEVICE_MARKS for item in items for mark in item.iter_markers()):
         _skip_without_device(items)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the collected tests from later collections of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def _skip_without_device(items: list[pytest.Item]) -> None:

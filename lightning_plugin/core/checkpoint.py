@@ -11,6 +11,7 @@ All ranks must call the functions that save or load, except `write_file`.
 from __future__ import annotations
 
 import functools
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -286,10 +287,19 @@ def local_file(path: Where) -> Iterator[Path]:
         yield location.path
         return
     directories.check_ranks(location)
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-        file = Path(folder) / (location.name or "checkpoint")
-        directories.on_all_ranks("load", location, functools.partial(location.copy_to, file))
-        yield file
+    folders: list[str] = []
+
+    def copy() -> Path:
+        folders.append(tempfile.mkdtemp(prefix="weft-"))
+        file = Path(folders[0]) / (location.name or "checkpoint")
+        location.copy_to(file)
+        return file
+
+    try:
+        yield directories.on_all_ranks("load", location, copy)
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _shard_like(value: Any, target: Any) -> Any:

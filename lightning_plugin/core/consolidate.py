@@ -52,7 +52,10 @@ def consolidate_checkpoint(
             f"consolidate_checkpoint got the URL {str(source)!r} and no file; pass the path of the file to write."
         )
     path = Path(str(source))
-    target = path.with_name(f"{path.name}.consolidated") if file is None else Path(file)
+    written = location_of(path.with_name(f"{path.name}.consolidated") if file is None else file)
+    if not written.is_local:
+        raise ValueError(f"consolidate_checkpoint got the file {str(written)!r}; pass a local path, and upload it.")
+    target = Path(str(written))
     source = source.existing()
     if not is_checkpoint(source):
         raise ValueError(

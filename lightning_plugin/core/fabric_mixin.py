@@ -251,8 +251,9 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         if self.plan is None or storage_options is not None or filter is not None or len(models) != 1:
             location = location_of(self.broadcast(path))
             refuse_stock_save(self, location)
-            checkpoints.make_room(location)
-            super().save_checkpoint(path, state, storage_options, filter)
+            if storage_options is None:  # else the stock strategy raises an error
+                checkpoints.make_room(location)
+            super().save_checkpoint(str(location), state, storage_options, filter)
             return
         [(model_key, model)] = models.items()
         optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}

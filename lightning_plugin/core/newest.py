@@ -26,14 +26,19 @@ def newest_checkpoint(directory: str | os.PathLike[str], *, verify: bool = False
             all of them.
     """
     found: list[tuple[int, float, str]] = []
-    for path in location_of(directory).inner():
+    folder = location_of(directory)
+    for path in folder.inner():
         try:
             if not has_manifest(path):
                 continue
             manifest = Manifest.read(path)
             modified = path.modified()
-        except (ValueError, OSError):
+        except (ValueError, FileNotFoundError):
             continue
+        except OSError:
+            if folder.is_local:  # such as a folder of another user
+                continue
+            raise
         rest = manifest.rest if isinstance(manifest.rest, dict) else {}
         names = (*manifest.tensors, *manifest.values, *rest)
         if "pytorch-lightning_version" in rest and not any(name.startswith("optimizer_") for name in names):

@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import importlib
 import os
 import select
 import signal
@@ -62,6 +63,7 @@ class ProcessGuard:
         self._deadline: float | None = None
         self._status = 1
         self._on_clean_exit: list[Callable[[], None]] = []
+        self._before_executors_end: list[Callable[[], None]] = []
         self._previous_wakeup_fd = -1
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
@@ -138,6 +140,23 @@ class ProcessGuard:
         if function in self._on_clean_exit:
             self._on_clean_exit.remove(function)
         self._on_clean_exit.append(function)
+
+    def before_executors_end(self, function: Callable[[], None]) -> None:
+        """Call a function at a clean exit before those of `on_clean_exit`, while executors of threads still run.
+
+        asyncio, with which packages of fsspec access object stores, resolves names in one. Python has no public hook
+        for this; where it has none at all, the function is not called. One that is passed again is called once.
+        """
+        register = getattr(threading, "_register_atexit", None)
+        if register is None or function in self._before_executors_end:
+            return
+        self._before_executors_end.append(function)
+        importlib.import_module("concurrent.futures.thread")  # the hook that is registered last is called first
+        register(self._at_clean_exit, function)
+
+    def _at_clean_exit(self, function: Callable[[], None]) -> None:
+        if os.getpid() == self._owner_pid and not self._failed:
+            function()
 
     def fail_exit(self, error: Exception) -> None:
         """Inside a function of `on_clean_exit`: print an error, and end with status 1 after the other functions."""

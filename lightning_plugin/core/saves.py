@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.constants import default_pg_timeout
 
 from weft._plugin.process_guard import guard
-from weft.strategy.checkpoint import Location, background, location_of
+from weft.strategy.checkpoint import Location, background, location_of, on_first_rank
 from weft.strategy.checkpoint.manifest import has_manifest
-from weft.strategy.checkpoint.remote import RemoteLocation
 
 if TYPE_CHECKING:
     from weft._plugin.stock_strategies import StockStrategy
@@ -39,7 +39,7 @@ def let_checkpoints_see_saves(trainer: Any) -> None:
     """Let each ModelCheckpoint see the checkpoints that weft writes.
 
     It takes one that is being written for one that exists, and chooses another name, as it does for one on the disk,
-    unless it replaces that one. At a URL, it does not rely on a list of files from before.
+    unless it replaces that one.
     """
     for callback in trainer.checkpoint_callbacks:
         stock = getattr(callback, "file_exists", None)
@@ -49,9 +49,10 @@ def let_checkpoints_see_saves(trainer: Any) -> None:
 
 def _file_exists(stock: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
     location = location_of(filepath)
-    if isinstance(location, RemoteLocation):
-        location.forget_listings()
-    exists = stock(filepath, trainer)  # collective
+    if location.is_local:
+        exists = stock(filepath, trainer)  # collective
+    else:  # Lightning would also count what a killed save has left, and rely on a list of files from before
+        exists = trainer.strategy.broadcast(on_first_rank("save", location, location.is_used))
     return exists or background.is_writing(location)
 
 
@@ -75,10 +76,18 @@ def refuse_stock_save(strategy: Any, location: Location) -> None:
 
 
 def remove(location: Location) -> bool:
-    """Remove the checkpoint at a URL if weft has written it as a directory; return whether it has."""
-    if location.is_local or not has_manifest(location):
+    """Remove the checkpoint at a URL if weft has written it as a directory; return whether it has.
+
+    A store that does not allow it is a warning: the new checkpoint is complete.
+    """
+    if location.is_local:
         return False
-    location.remove()
+    try:
+        if not has_manifest(location):
+            return False
+        location.remove()
+    except Exception as error:
+        warnings.warn(f"weft: {str(location)!r} cannot be removed ({error}); remove it yourself.", stacklevel=2)
     return True
 
 
@@ -95,6 +104,12 @@ def finish_save_of_exception(trainer: Any) -> None:
 def join_at_exit() -> None:
     """At a clean exit of this process, wait for a save in flight; if it has failed, end with status 1."""
     guard().on_clean_exit(_join)
+    guard().before_executors_end(_wait)
+
+
+def _wait() -> None:
+    with contextlib.suppress(Exception):  # `_join` reports it
+        background.join()
 
 
 def _join() -> None:

@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from weft._plugin.checkpoint import load_directory, load_file, save_directory, without_none
+from weft._plugin.checkpoint import (
+    check_checkpoint_path,
+    load_directory,
+    load_file,
+    make_room,
+    save_directory,
+    without_none,
+    write_file,
+)
 from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.optimizer_state import FullModel, full_state, merge_parameter_groups, named_state
 from weft._plugin.saves import may_run_in_background, refuse_without_plan, report_seconds
-from weft.strategy.checkpoint import location_of, on_first_rank
+from weft.strategy.checkpoint import background, location_of, on_first_rank
+from weft.strategy.checkpoint.manifest import has_manifest
 
 if TYPE_CHECKING:
     from weft._plugin.engine import Engine
@@ -43,16 +52,42 @@ def save(
     engine.console.log_once(DIRECTORY_NOTE)
 
 
-def save_file(strategy: StockTrainerStrategy, checkpoint: dict[str, Any], url: str, storage_options: Any) -> None:
-    """Let Lightning write a checkpoint as one file at a URL, which the stock strategy would make a local path of."""
-    refuse_without_plan(strategy, location_of(url))
+def save_file(
+    engine: Engine, strategy: StockTrainerStrategy, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+) -> bool:
+    """Write a checkpoint as one file, unless the stock strategy has to; return whether it is written; collective.
+
+    A file at a path is as safe from crashes as a directory. At a URL, the CheckpointIO of Lightning or of the user
+    writes it. The stock strategy is left to save at a path without a plan, or with a CheckpointIO of the user; a
+    directory of weft there is removed before.
+    """
+    location = location_of(strategy.broadcast(filepath))
+    if location.is_local:
+        if storage_options is not None:
+            return False  # the stock strategy raises an error
+        is_stock = type(strategy.checkpoint_io).__module__.endswith("fabric.plugins.io.torch_io")
+        if engine.plan is None or not is_stock:
+            make_room(location)
+            return False
+        background.wait(raises=False)
+        check_checkpoint_path(location)
+        on_first_rank("save", location, lambda: write_file(checkpoint, location))
+        return True
+    refuse_without_plan(strategy, location)
     if storage_options is not None and strategy._save_distributed_checkpoint:
         raise TypeError(
-            f"{type(strategy).__name__} got storage_options for the directory {url!r}; leave them out, and set "
-            "options of fsspec in its configuration."
+            f"{type(strategy).__name__} got storage_options for the directory {str(location)!r}; leave them out, and "
+            "set options of fsspec in its configuration."
         )
-    if strategy.is_global_zero:
-        strategy.checkpoint_io.save_checkpoint(checkpoint, url, storage_options)
+
+    def write() -> None:
+        strategy.checkpoint_io.save_checkpoint(checkpoint, str(location), storage_options)
+        if has_manifest(location):  # until now, it was the checkpoint
+            location.remove()
+
+    background.wait(raises=False)
+    on_first_rank("save", location, write)
+    return True
 
 
 def load(

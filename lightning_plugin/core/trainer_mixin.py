@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from weft._plugin import trainer_checkpoints as checkpoints
-from weft._plugin.checkpoint import make_room
 from weft._plugin.engine import Engine
 from weft._plugin.in_backward import check_optimizer_in_backward, is_overridden
 from weft._plugin.loader_check import without_lockstep
@@ -24,7 +23,7 @@ from weft._plugin.parameter_replacements import parameters_of
 from weft._plugin.process_guard import guard
 from weft._plugin.resumable_loaders import KEY as LOADERS_KEY
 from weft._plugin.resumable_loaders import positions
-from weft._plugin.resuming import resume_from_newest
+from weft._plugin.resuming import Resuming
 from weft._plugin.saves import finish_save_of_exception, let_checkpoints_see_saves, refuse_without_plan, remove
 from weft._plugin.stage_steps import STEPS
 from weft._plugin.strategy_mixin import StrategyMixin
@@ -71,6 +70,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         self._engine = Engine(self, options, owner="trainer", building_context="configure_model")
         self._stages = TrainerStages(self._engine, self)
         self._loaders = TrainerLoaders(self._engine, self)
+        self._resuming = Resuming(self._engine, self)
         self._gradient_norm: Tensor | None = None
         self._is_fitting = False
         self._saves_in_background = False  # from on_train_start to on_train_end
@@ -82,8 +82,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         super().setup_environment()
         # The stock strategy has set the mesh that it made itself, and LightningModule.device_mesh has no setter.
         self.lightning_module._device_mesh = self._device_mesh
-        if self._engine.options.resume == "auto":
-            resume_from_newest(self._engine, self)
+        self._resuming.prepare()
 
     @contextmanager
     def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:
@@ -226,6 +225,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Mark this process as failed, so that its exit does not wait for other ranks."""
         super().on_exception(exception)
+        self._resuming.cancel()
         guard().mark_failed(True)
         self._saves_in_background = False
         finish_save_of_exception(self.lightning_module.trainer)
@@ -353,23 +353,19 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         if found:
             checkpoint[LOADERS_KEY] = found
         self._engine.random_states.of_loaders = [None if each is None else each["random_state"] for each in found]
-        if self.plan is None or not self._save_distributed_checkpoint or storage_options is not None:
-            location = location_of(self.broadcast(filepath))
-            make_room(location)
-            if location.is_local:
-                super().save_checkpoint(checkpoint, filepath, storage_options)
-            else:
-                checkpoints.save_file(self, checkpoint, str(location), storage_options)
-        else:
+        if self.plan is not None and self._save_distributed_checkpoint and storage_options is None:
             checkpoints.save(self._engine, self, checkpoint, filepath, self._saves_in_background)
+        elif not checkpoints.save_file(self._engine, self, checkpoint, filepath, storage_options):
+            super().save_checkpoint(checkpoint, str(location_of(filepath)), storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a directory or a file, saved by any number of ranks, into the model and the optimizers; collective."""
         background.wait()
         self._engine.random_states.loaded({})
         if self.plan is None:
-            refuse_without_plan(self, location_of(checkpoint_path))
-            loaded = super().load_checkpoint(checkpoint_path, **checkpoints.without_none(weights_only=weights_only))
+            location = location_of(checkpoint_path)
+            refuse_without_plan(self, location)
+            loaded = super().load_checkpoint(str(location), **checkpoints.without_none(weights_only=weights_only))
         else:
             # A test after a fit still has the optimizers of the fit, which may belong to another model.
             optimizers = self.optimizers if self._is_fitting else []

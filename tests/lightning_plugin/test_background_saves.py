@@ -25,7 +25,7 @@ from lightning_plugin.scripts.plugin_models import (
     weights,
 )
 
-from support.processes import ProcessTree, assert_nothing_left
+from support.processes import ProcessTree, assert_nothing_left, run_script
 from support.ranks import on_ranks, run_on_ranks
 from weft.lightning import Preemption, WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
@@ -303,3 +303,10 @@ def test_exit_of_a_process_waits_for_its_save(tmp_path: Path, failing: int) -> N
     assert path.exists() == (failing < 0)
     assert result.stdout.count("ended") == 2
     assert result.stderr.count("OSError: no space left\n") == (0 if failing < 0 else 1), result.stderr
+
+
+def test_executors_run_until_a_save_is_complete() -> None:
+    """asyncio, which writes to object stores, needs an executor for names of hosts; a failed run does not wait."""
+    for argument, output in (("end", "7"), ("fail", "")):
+        result = run_script(SCRIPT.with_name("executor_at_exit.py"), argument)
+        assert result.stdout.strip() == output, result.stderr

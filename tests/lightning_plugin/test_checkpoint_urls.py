@@ -111,6 +111,11 @@ def test_files_at_urls(rank: int, world_size: int, tmp_path: Path, endpoint: str
         run.fit(model, loader())
         run.save_checkpoint(url)
         assert files.isfile(url) == (not is_directory) and files.exists(f"{url}/manifest.json") == is_directory
+    with pytest.raises(TypeError, match="storage_options"):
+        trainer_of_directories = trainer(world_size, "weft", tmp_path)
+        trainer_of_directories.fit(Model(), loader())
+        trainer_of_directories.save_checkpoint(url, storage_options={"x": 1})
+    assert files.isfile(url)  # a refused save removes nothing
     run = trainer(world_size, "weft", tmp_path, max_epochs=2)
     resumed, expected = Model(seed=99), Model()
     run.fit(resumed, loader(), ckpt_path=url)
@@ -124,7 +129,7 @@ def test_files_at_urls(rank: int, world_size: int, tmp_path: Path, endpoint: str
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["directory", "background", "file"])
-def test_fabric_saves_and_loads(rank: int, world_size: int, endpoint: str, kind: str) -> None:
+def test_fabric_saves_and_loads(rank: int, world_size: int, tmp_path: Path, endpoint: str, kind: str) -> None:
     set_torchrun_environment(rank, world_size)
     use(endpoint)
     url = f"s3://{BUCKET}/fabric/{kind}"
@@ -137,6 +142,10 @@ def test_fabric_saves_and_loads(rank: int, world_size: int, endpoint: str, kind:
     fabric.backward(model(torch.ones(4, 8, dtype=torch.float64)).sum())
     optimizer.step()
     before = weights(model)
+    if kind == "file":  # takes the place of a directory
+        on_directories = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(plan="auto"))
+        on_directories.launch()
+        on_directories.save(url, {"model": on_directories.setup(FeedForward()), "step": 0})
     for step in (1, 2):
         fabric.save(url, {"model": model, "optimizer": optimizer, "step": step})
     moment = next(iter(optimizer.state.values()))["exp_avg"]
@@ -150,6 +159,12 @@ def test_fabric_saves_and_loads(rank: int, world_size: int, endpoint: str, kind:
     assert state["step"] == 2
     assert_same_weights(weights(model), before)
     assert torch.equal(next(iter(optimizer.state.values()))["exp_avg"].full_tensor(), saved)
+    if kind == "file":  # written by Lightning
+        fabric.save(f"file://{tmp_path}/last.ckpt", state, filter={"model": lambda name, _: "w1" in name})
+        assert torch.load(tmp_path / "last.ckpt")["model"].keys() == {"w1.weight"}
+    if kind == "directory":
+        with pytest.raises(IsADirectoryError, match="is a directory of shards; pass a state to load"):
+            fabric.load(url)
     with pytest.raises(ValueError, match=r"got the checkpoint 'memory://a', which is in the memory of one process"):
         fabric.save("memory://a", state)
     with pytest.raises(ValueError, match=r"got the checkpoint 's3://.*' with storage_options, a filter, or not"):

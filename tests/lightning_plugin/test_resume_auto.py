@@ -118,3 +118,51 @@ def test_refusals(rank: int, world_size: int, tmp_path: Path) -> None:
         WeftModelParallelStrategy(resume="auto")
     with pytest.raises(ValueError, match="resume='last'; pass 'auto'"):
         WeftModelParallelStrategy(plan="auto", resume="last")
+
+
+class Failing(Model):
+    """Fails in the hook `setup` if `fails` is set."""
+
+    fails = True
+
+    def setup(self, stage: str) -> None:
+        if self.fails:
+            raise RuntimeError("no data today")
+
+
+@on_ranks(2)
+def test_fit_that_fails_before_it_resumes(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Another call of the Trainer is not affected, and the next fit resumes."""
+    _fit(tmp_path, 4, rank, world_size)
+    options: dict[str, Any] = {"max_epochs": -1, "max_steps": 6, "enable_checkpointing": True}
+    callbacks = [ModelCheckpoint(tmp_path, save_top_k=0)]
+    strategy = WeftModelParallelStrategy(plan="auto", resume="auto")
+    run = trainer(world_size, strategy, tmp_path, callbacks=callbacks, **options)
+    model = Failing()
+    with pytest.raises(RuntimeError, match="no data today"):
+        run.fit(model, loader())
+    model.fails = False
+    run.validate(model, loader(), verbose=False)
+    assert_same_weights(weights(model), weights(Model()), rtol=0.0)
+    run.fit(model, loader())
+    assert run.global_step == 6 and len(model.losses) == 2
+
+
+@on_ranks(1)
+def test_default_folder_is_refused_also_after_another_run(rank: int, world_size: int, tmp_path: Path) -> None:
+    strategy = WeftModelParallelStrategy(plan="auto", resume="auto")
+    run = trainer(1, strategy, tmp_path, callbacks=[ModelCheckpoint()], enable_checkpointing=True)
+    run.validate(Model(), loader(), verbose=False)  # sets the dirpath
+    with pytest.raises(ValueError, match="no callback has a dirpath"):
+        run.fit(Model(), loader())
+
+
+@on_ranks(2)
+def test_damaged_ckpt_path_does_not_count(rank: int, world_size: int, tmp_path: Path) -> None:
+    _fit(tmp_path / "run", 2, rank, world_size)
+    _fit(tmp_path / "given", 4, rank, world_size)
+    [given] = (tmp_path / "given").glob("*step=4.ckpt")
+    if rank == 0:
+        (given / "manifest.json").write_bytes((given / "manifest.json").read_bytes()[:-10])
+    run, model = _fit(tmp_path / "run", 3, rank, world_size, given)
+    assert run.global_step == 3 and len(model.losses) == 1

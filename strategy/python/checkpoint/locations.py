@@ -122,13 +122,13 @@ def location_of(where: Where) -> Location:
     if not isinstance(where, (str, os.PathLike)):
         return where
     text = os.fspath(where)
+    if "::" in text and "://" in text:
+        raise ValueError(f"got the chain of URLs {text!r}; pass the URL of one file system.")
     found = _URL.match(text)
     if found is None:
         if isinstance(where, os.PathLike) and _COLLAPSED.match(text):
             raise ValueError(f"got {where!r}, in which a URL has lost a slash; pass URLs as str, not as Path.")
         return LocalLocation(Path(text))
-    if "::" in text:
-        raise ValueError(f"got the chain of URLs {text!r}; pass the URL of one file system.")
     if found[1].lower() in ("file", "local"):
         return LocalLocation(Path(text[found.end() :]))
     from weft.strategy.checkpoint.remote import RemoteLocation

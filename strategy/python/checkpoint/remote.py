@@ -11,6 +11,7 @@ A reader reads ranges of bytes. It needs a store in which a read finds what was 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import posixpath
 import secrets
@@ -25,6 +26,13 @@ from weft.strategy.checkpoint.file_names import MANIFEST, is_of_checkpoint, is_o
 _READ_BYTES = 16 << 20  # by one request, whose latency is tens of milliseconds
 _PART_BYTES = 32 << 20  # of a part of an upload, which is in memory until it is stored
 _MAX_PARTS = 5000  # of a file; S3 takes 10,000
+# Protocols of fsspec that write a file in steps, or cannot write.
+_WITHOUT_OBJECTS = frozenset(
+    {
+        *("arrow_hdfs", "dask", "data", "dbfs", "dropbox", "ftp", "git", "github", "gitlab", "hdfs", "http", "https"),
+        *("jlab", "jupyter", "libarchive", "reference", "sftp", "smb", "ssh", "tar", "webhdfs", "zip"),
+    }
+)
 
 
 class RemoteInputFiles:
@@ -68,14 +76,16 @@ class RemoteFile:
             raise
 
     def discard(self) -> None:
-        """Abort the upload, so that the object does not exist; in fsspec's memory, its beginning stays."""
+        """Abort the upload, so that the object does not exist; in fsspec's memory, its beginning stays.
+
+        The caller has an error to raise: one of the abort is not raised.
+        """
         from fsspec.spec import AbstractBufferedFile
 
-        try:
+        with contextlib.suppress(Exception):
             self._file.discard()
-        finally:
-            if isinstance(self._file, AbstractBufferedFile):
-                self._file.closed = True  # else fsspec completes the object when this is collected
+        if isinstance(self._file, AbstractBufferedFile):
+            self._file.closed = True  # else fsspec completes the object when this is collected
 
 
 class RemoteLocation:
@@ -89,7 +99,8 @@ class RemoteLocation:
     is_local = False
 
     def __init__(self, url: str, token: str = "") -> None:
-        self.url = url.rstrip("/")
+        protocol, separator, path = url.partition("://")
+        self.url = protocol + separator + path.rstrip("/")
         self._token = token
 
     def __str__(self) -> str:
@@ -108,6 +119,11 @@ class RemoteLocation:
         """Return fsspec's file system, which keeps no lists of files, and the path of the URL in it."""
         from fsspec.core import url_to_fs
 
+        if self.protocol in _WITHOUT_OBJECTS:
+            raise ValueError(
+                f"got the checkpoint {self.url!r}, and {self.protocol} does not replace a file at once; pass the URL "
+                "of an object store, such as s3://bucket/name, or a path."
+            )
         try:
             file_system, path = url_to_fs(self.url, use_listings_cache=False)
         except ImportError as error:
@@ -139,7 +155,7 @@ class RemoteLocation:
         return {path.removeprefix(prefix): each for path, each in paths if path.startswith(prefix)}
 
     def exists(self, name: str) -> bool:
-        return bool(self.file_system.isfile(self.path_of(name)))
+        return self._is_object(self.path_of(name))
 
     def is_directory(self) -> bool:
         return self.exists(MANIFEST) or not self._is_file()
@@ -148,14 +164,26 @@ class RemoteLocation:
         return self.exists(MANIFEST) or self._is_file()
 
     def _is_file(self) -> bool:
-        return bool(self.file_system.isfile(self._opened[1]))
+        return self._is_object(self._opened[1])
+
+    def _is_object(self, path: str) -> bool:
+        """Return whether there is an object; unlike fsspec's `isfile`, raise other errors of the store."""
+        try:
+            return bool(self.file_system.info(path)["type"] == "file")
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def has_no_others(self) -> bool:
         return all(each["type"] == "file" and is_of_save(name) for name, each in self.entries().items())
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes:
-        arguments = {} if num_bytes is None else {"start": 0, "end": num_bytes}
-        return bytes(self.file_system.cat_file(self.path_of(name), **arguments))
+        path = self.path_of(name)
+        try:
+            return bytes(self.file_system.cat_file(path, start=None if num_bytes is None else 0, end=num_bytes))
+        except OSError:
+            if self._is_object(path) and self.file_system.size(path) == 0:  # of which S3 has no range
+                return b""
+            raise
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         found = self.entries()
@@ -217,17 +245,14 @@ class RemoteLocation:
         self._remove_files(lambda _: True)
 
     def _remove_files(self, is_old: Callable[[str], bool]) -> None:
-        def found() -> list[str]:
-            return [name for name in self.entries() if is_of_checkpoint(name) and is_old(name)]
-
-        if names := found():
+        for name in [name for name in self.entries() if is_of_checkpoint(name) and is_old(name)]:
             durable.announce("remove")
-            self.file_system.rm([self.path_of(name) for name in names])
-            if left := found():  # a bulk request tells no errors
-                raise OSError(f"the store keeps {left[0]!r}")
+            self.file_system.rm_file(self.path_of(name))  # `rm` would take a "[" in the URL for a pattern
 
     def copy_to(self, path: Path) -> None:
         if not self._is_file():
+            if self.exists(MANIFEST):
+                raise IsADirectoryError(f"got {self.url!r}, which is a directory of shards; pass a state to load.")
             raise FileNotFoundError(
                 f"got {self.url!r}, which has no {MANIFEST} and is no file; pass the URL of one checkpoint."
             )
@@ -241,9 +266,5 @@ class RemoteLocation:
             file.discard()
             raise
         file.close()
-
-    def forget_listings(self) -> None:
-        """Let other users of fsspec in this thread, such as Lightning, list the files anew."""
-        from fsspec.core import url_to_fs
-
-        url_to_fs(self.url)[0].invalidate_cache()
+        if self.exists(MANIFEST):  # until now, it was the checkpoint
+            self.remove()

@@ -5,6 +5,7 @@ A tensor is read when it is written, so that no more than one full tensor is in 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import os
@@ -128,9 +129,10 @@ def _read_shards(checkpoint: Checkpoint, key: str, shape: tuple[int, ...], dtype
 def _tensors_of_file(path: Location, dtype: torch.dtype | None) -> tuple[dict[str, LazyTensor], list[str]]:
     """Return the tensors of the model by their names, and the keys of the file."""
     try:
-        with tempfile.TemporaryDirectory(prefix="weft-") as folder:  # removed files stay readable while they are mapped
-            file = Path(folder) / "checkpoint" if not path.is_local else Path(str(path))
+        with contextlib.ExitStack() as stack:  # removed files stay readable while they are mapped
+            file = Path(str(path))
             if not path.is_local:
+                file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-"))) / "checkpoint"
                 path.copy_to(file)
             content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from strategy.checkpoint.saved import state_of
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 from weft.strategy.checkpoint import open_checkpoint
 
@@ -37,6 +38,31 @@ def _load_old(folder: Path) -> None:
 
 def test_old_directories_load(old: Path) -> None:
     _load_old(old)
+
+
+@pytest.mark.parametrize("by_getattr", [False, True])
+def test_members_of_enums_load(old: Path, monkeypatch: pytest.MonkeyPatch, by_getattr: bool) -> None:
+    """Python 3.11.0 to 3.11.3 pickles a member as a call of getattr, other versions as a call of its class."""
+    metadata = dcp.FileSystemReader(old).read_metadata()
+    reduced = (lambda self, _: (getattr, (type(self), self.name))) if by_getattr else _by_value
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
+    (old / ".metadata").write_bytes(pickle.dumps(metadata))
+    _load_old(old)
+
+
+@pytest.mark.parametrize(
+    "reduced", [(Path, "open"), (TensorProperties, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")]
+)
+def test_attributes_of_other_objects_do_not_load(old: Path, reduced: tuple[Any, str]) -> None:
+    metadata = dcp.FileSystemReader(old).read_metadata()
+    metadata.storage_data = _Patch(getattr, reduced)
+    (old / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"it refers to (an attribute of an object|pathlib\.Path), which no list of"):
+        open_checkpoint(old)
+
+
+def _by_value(member: Any, _: int) -> tuple[Any, ...]:
+    return (type(member), (member.value,))
 
 
 @pytest.mark.parametrize("file", [".metadata", "meta.pt", "__0_0.distcp"])

@@ -23,6 +23,7 @@ pytest.importorskip("s3fs")
 from support.object_store import BUCKET, ObjectStore, use
 from support.processes import run_on_forks
 from support.ranks import on_ranks
+from weft.lightning import newest_checkpoint
 from weft.strategy import checkpoint as checkpoints
 from weft.strategy import durable
 from weft.strategy.checkpoint import (
@@ -311,3 +312,59 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _raise_missing(*_: Any, **__: Any) -> None:
     raise ImportError("Install s3fs to access S3")
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """Return fsspec's file system in memory, empty before and after the test."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    MemoryFileSystem.store.clear()
+    yield MemoryFileSystem()
+    MemoryFileSystem.store.clear()
+
+
+@pytest.mark.filterwarnings("error:weft")
+def test_names_are_no_patterns(memory: Any) -> None:
+    """A "[" is usual in the names of runs; what it matches as a pattern is another checkpoint's."""
+    for value in (OLD, NEW):
+        _save("memory://run1/last.ckpt", value)
+        _save("memory://run[12]/last.ckpt", value)
+    assert _names("memory://run[12]/last.ckpt") == [MANIFEST, "rank-00000.safetensors"]
+    location_of("memory://run[12]/last.ckpt").remove()
+    assert _names("memory://run[12]/last.ckpt") == [] and _loaded("memory://run1/last.ckpt") == NEW
+
+
+def test_errors_of_a_store_do_not_hide_a_checkpoint(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save("memory://folder/last.ckpt", NEW)
+    url = newest_checkpoint("memory://folder")
+    assert url is not None and _loaded(url) == NEW
+
+    def deny(*_: Any, **__: Any) -> None:
+        raise PermissionError("the token has expired")
+
+    for name in ("cat_file", "info"):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(memory), name, deny)
+            with pytest.raises(PermissionError):
+                newest_checkpoint("memory://folder") if name == "cat_file" else location_of(url).is_used()
+    memory.pipe_file("/folder/other.ckpt/manifest.json", b"")
+    assert newest_checkpoint("memory://folder") == url
+
+
+def test_file_replaces_a_directory(url: str) -> None:
+    _save(url, OLD)
+    location_of(url).write_file(lambda file: file.write(b"content"))
+    assert not location_of(url).is_directory() and location_of(url).is_used() and _names(url) == []
+
+
+@pytest.mark.parametrize("text", ["simplecache::s3://bucket/x", "filecache::memory://a", "s3://a::memory://b"])
+def test_chains_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"got the chain of URLs '.*'; pass the URL of one file system"):
+        location_of(text)
+
+
+def test_stores_without_objects_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"got the checkpoint 'sftp://host/x', and sftp does not replace a file at"):
+        location_of("sftp://host/x").is_used()
+    assert str(location_of("memory://")) == "memory://" and str(location_of("s3://bucket/x/")) == "s3://bucket/x"
