@@ -24,9 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the collected tests from later collections of garbage."""
+    """Exempt the collected tests from later collections of garbage, until the session ends."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 def _skip_without_device(items: list[pytest.Item]) -> None:
