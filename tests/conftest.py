@@ -29,10 +29,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
-
-
 def _skip_without_device(items: list[pytest.Item]) -> None:
     import torch
 
@@ -73,6 +69,7 @@ def _order_by_world_size(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()
     # Only if a test has used ranks: do not import the pools just to close them.
     if "support.rank_pool" in sys.modules:
         sys.modules["support.rank_pool"].POOLS.close()
