@@ -28,7 +28,7 @@ from support.processes import ProcessTree, assert_nothing_left
 from weft.lightning import newest_checkpoint
 from weft.strategy.checkpoint import open_checkpoint
 
-STEPS_PER_KILL = 8
+STEPS_PER_KILL = 14
 MAX_DELAY = 0.5  # seconds
 
 
