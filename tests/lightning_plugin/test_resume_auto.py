@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_plugin.scripts.plugin_models import (
     Model,
     assert_same_weights,
@@ -146,6 +146,31 @@ def test_fit_that_fails_before_it_resumes(rank: int, world_size: int, tmp_path: 
     assert_same_weights(weights(model), weights(Model()), rtol=0.0)
     run.fit(model, loader())
     assert run.global_step == 6 and len(model.losses) == 2
+
+
+class Restoring(Callback):
+    """Restores a checkpoint before the Trainer does, as finders of learning rates and batch sizes do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer._checkpoint_connector.restore(self.path)
+        self.step = trainer.global_step
+
+
+@on_ranks(2)
+def test_callback_that_restores_gets_its_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
+    _fit(tmp_path, 4, rank, world_size)
+    [older] = tmp_path.glob("*step=2.ckpt")
+    restoring = Restoring(older)
+    callbacks = [restoring, ModelCheckpoint(tmp_path, save_top_k=0)]
+    strategy = WeftModelParallelStrategy(plan="auto", resume="auto")
+    options: dict[str, Any] = {"max_epochs": -1, "max_steps": 5, "enable_checkpointing": True}
+    run, model = trainer(world_size, strategy, tmp_path, callbacks=callbacks, **options), Model()
+    run.fit(model, loader())
+    assert restoring.step == 2
+    assert run.global_step == 5 and len(model.losses) == 1  # from step 4 on
 
 
 @on_ranks(1)
