@@ -424,4 +424,10 @@ OPERATORS = (
         "a copy of x, whose backward also runs the backwards of the tokens of `pipeline_send`",
         (Form({"x": "T, d"}, "T, d", {"tokens": []}, backward_peak=Size("x")),),
     ),
+    Operator("adam_step_", "one step of Adam or AdamW in place; no group, no gradient", ()),
+    Operator("momentum_step_", "one step of SGD with momentum in place; no group, no gradient", ()),
+    Operator("split_float", "float32 as bfloat16 and lower bits, for `adam_step_` and `momentum_step_`", ()),
+    Operator("join_float", "the float32 numbers of bfloat16 and lower bits", ()),
+    Operator("quantize_blocks", "8-bit codes and one scale per 256 elements of a row, rounded to nearest", ()),
+    Operator("dequantize_blocks", "the float32 numbers of codes and scales", ()),
 )

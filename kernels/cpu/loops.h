@@ -3,12 +3,13 @@
 #include "activation_job.h"
 #include "cross_entropy_job.h"
 #include "dropout_job.h"
+#include "float_codes_job.h"
 #include "norm_job.h"
+#include "optimizer_step_job.h"
 
 #include <cstdint>
 
-// The entry points of {activation,cross_entropy,dropout,norm}_loops.h, which are compiled once per
-// instruction set.
+// The entry points of the *_loops.h files, which are compiled once per instruction set.
 namespace weft::kernels::cpu {
 
 struct Loops {
@@ -32,6 +33,10 @@ struct Loops {
   void (*cross_entropy_gradient)(const detail::CrossEntropyGradientJob& job,
                                  int64_t first,
                                  int64_t last);
+  // Run blocks [first, last) of kCodeBlock elements.
+  void (*adam_step)(const detail::AdamStepJob& job, int64_t first, int64_t last);
+  void (*momentum_step)(const detail::MomentumStepJob& job, int64_t first, int64_t last);
+  void (*float_codes)(const detail::FloatCodesJob& job, int64_t first, int64_t last);
 };
 
 Loops loops_baseline();

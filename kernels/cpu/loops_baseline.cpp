@@ -1,8 +1,10 @@
 #include "activation_loops.h"
 #include "cross_entropy_loops.h"
 #include "dropout_loops.h"
+#include "float_codes_loops.h"
 #include "loops.h"
 #include "norm_loops.h"
+#include "optimizer_loops.h"
 
 namespace weft::kernels::cpu {
 
@@ -12,7 +14,10 @@ Loops loops_baseline() {
           run_norm_forward_loops,
           run_norm_backward_loops,
           run_cross_entropy_statistics_loops,
-          run_cross_entropy_gradient_loops};
+          run_cross_entropy_gradient_loops,
+          run_adam_loops,
+          run_momentum_loops,
+          run_float_codes_loops};
 }
 
 }  // namespace weft::kernels::cpu

@@ -12,6 +12,8 @@ Under torch.autocast, operators with matrix products cast their tensors as nn.Li
 `add_layer_norm` promote x and residual to a common dtype, and other operators do not cast. Invalid arguments raise
 ValueError, TypeError or IndexError before any communication. Only `dropout`, `reduce_from_group` and `join` support
 second derivatives. "Saves" lists the tensors, besides weights, that the forward saves for the backward.
+
+The optimizer steps and the conversions of their formats have other rules: see weft.optimizer_steps.
 """
 
 from __future__ import annotations
@@ -21,8 +23,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from weft import optimizer_steps
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Reduction = Literal["none", "mean", "sum"]
+
+adam_step_ = optimizer_steps.adam_step_
+momentum_step_ = optimizer_steps.momentum_step_
+split_float = optimizer_steps.split_float
+join_float = optimizer_steps.join_float
+quantize_blocks = optimizer_steps.quantize_blocks
+dequantize_blocks = optimizer_steps.dequantize_blocks
 
 
 def column_row_mlp(

@@ -2,6 +2,8 @@
 
 #include "device_kernels.h"
 
+#include "optimizer_adapters.h"
+
 #include <ATen/ops/empty.h>
 
 namespace weft::ops {
@@ -20,6 +22,12 @@ struct CpuKernels {
   static constexpr auto norm_backward = kernels::cpu::norm_backward;
   static constexpr auto cross_entropy_statistics = kernels::cpu::cross_entropy_statistics;
   static constexpr auto cross_entropy_gradient = kernels::cpu::cross_entropy_gradient;
+  static constexpr auto adam_step = kernels::cpu::adam_step;
+  static constexpr auto momentum_step = kernels::cpu::momentum_step;
+  static constexpr auto split_float = kernels::cpu::split_float;
+  static constexpr auto join_float = kernels::cpu::join_float;
+  static constexpr auto quantize_blocks = kernels::cpu::quantize_blocks;
+  static constexpr auto dequantize_blocks = kernels::cpu::dequantize_blocks;
 };
 
 at::Tensor activation_meta(const at::Tensor& x, std::string_view name) {
@@ -70,7 +78,11 @@ std::tuple<at::Tensor, at::Tensor> gate_up_activation_backward_meta(const at::Te
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(weft, CPU, m) { KernelAdapters<CpuKernels>::register_kernels(m); }
+TORCH_LIBRARY_IMPL(weft, CPU, m) {
+  KernelAdapters<CpuKernels>::register_kernels(m);
+  OptimizerStepAdapters<CpuKernels>::register_steps(m);
+  register_float_codes<CpuKernels>(m);
+}
 TORCH_LIBRARY_IMPL(weft, Meta, m) {
   m.impl("_activation", TORCH_FN(activation_meta));
   m.impl("_activation_backward", TORCH_FN(activation_backward_meta));

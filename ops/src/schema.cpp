@@ -80,6 +80,22 @@ TORCH_LIBRARY(weft, m) {
          "all_to_all(Tensor x, int split_dim, int cat_dim, str group_name, *, "
          "SymInt? cat_size=None) -> Tensor");
 
+  define(m,
+         "adam_step_(Tensor(a!) parameter, Tensor grad, Tensor(b!) exp_avg, "
+         "Tensor(c!)? exp_avg_scale, Tensor(d!) exp_avg_sq, Tensor(e!)? exp_avg_sq_scale, "
+         "Tensor(f!)? low_bits, *, int step, float lr, float beta1, float beta2, float eps, "
+         "float weight_decay, bool decoupled_weight_decay, bool maximize, int seed, int row, "
+         "int column, int full_columns) -> ()");
+  define(m,
+         "momentum_step_(Tensor(a!) parameter, Tensor grad, Tensor(b!) momentum_buffer, "
+         "Tensor(c!)? momentum_scale, Tensor(d!)? low_bits, *, int step, float lr, float momentum, "
+         "float dampening, float weight_decay, bool nesterov, bool maximize, int seed, int row, "
+         "int column, int full_columns) -> ()");
+  define(m, "split_float(Tensor x, ScalarType low_dtype) -> (Tensor, Tensor)");
+  define(m, "join_float(Tensor high, Tensor low) -> Tensor");
+  define(m, "quantize_blocks(Tensor x, bool signed_codes) -> (Tensor, Tensor)");
+  define(m, "dequantize_blocks(Tensor codes, Tensor scale) -> Tensor");
+
   define_effect(m,
                 "pipeline_send(Tensor[] tensors, int peer, int channel, str group_name) -> Tensor");
   define_effect(m, "pipeline_recv(Tensor[] like, int peer, int channel, str group_name) -> Tensor");

@@ -123,6 +123,17 @@ weft::pipeline_wait(Tensor token) -> Tensor[]
 weft::pipeline_flush(str group_name) -> ()
 weft::join(Tensor x, Tensor[] tokens) -> Tensor
 weft::dropout(Tensor x, Tensor seed, *, float p, str group_name, int? dim=None, SymInt? dim_size=None) -> Tensor
+weft::adam_step_(Tensor(a!) parameter, Tensor grad, Tensor(b!) exp_avg, Tensor(c!)? exp_avg_scale, \
+Tensor(d!) exp_avg_sq, Tensor(e!)? exp_avg_sq_scale, Tensor(f!)? low_bits, *, int step, float lr, float beta1, \
+float beta2, float eps, float weight_decay, bool decoupled_weight_decay, bool maximize, int seed, int row, \
+int column, int full_columns) -> ()
+weft::momentum_step_(Tensor(a!) parameter, Tensor grad, Tensor(b!) momentum_buffer, Tensor(c!)? momentum_scale, \
+Tensor(d!)? low_bits, *, int step, float lr, float momentum, float dampening, float weight_decay, bool nesterov, \
+bool maximize, int seed, int row, int column, int full_columns) -> ()
+weft::split_float(Tensor x, ScalarType low_dtype) -> (Tensor, Tensor)
+weft::join_float(Tensor high, Tensor low) -> Tensor
+weft::quantize_blocks(Tensor x, bool signed_codes) -> (Tensor, Tensor)
+weft::dequantize_blocks(Tensor codes, Tensor scale) -> Tensor
 weft::copy_to_group(Tensor x, str group_name) -> Tensor
 weft::reduce_from_group(Tensor x, str group_name) -> Tensor
 weft::scatter_to_group(Tensor x, int dim, str group_name) -> Tensor
