@@ -2,6 +2,7 @@
 
 #include "block_access.h"
 #include "float_codes_job.h"
+#include "optimizer_loops.h"
 
 #include <cstdint>
 
@@ -10,20 +11,67 @@
 namespace weft::kernels::cpu {
 namespace {
 
-// Returns the largest magnitude.
-C10_NOINLINE int32_t magnitude_tile(const float* __restrict x, int64_t num_vectors) {
+// Both halves of a random number that is 1/2, which rounds to nearest.
+constexpr uint32_t kHalves = 0x80008000U;
+
+template <typename Low>
+using SplitAccess = WeightAccess<std::is_same_v<Low, int8_t> ? detail::WeightFormat::kSplit8
+                                                             : detail::WeightFormat::kSplit16>;
+template <typename Code>
+using CodeAccess = StateAccess<detail::StateFormat::kCodes, std::is_unsigned_v<Code>>;
+
+template <typename Low>
+C10_NOINLINE void split_tile(const float* __restrict x,
+                             uint16_t* __restrict high,
+                             Low* __restrict low,
+                             int64_t num_vectors) {
+  for (int64_t i = 0; i < num_vectors * kVectorSize; ++i) {
+    SplitAccess<Low>::store(x[i], high[i], low[i]);
+  }
+}
+
+template <typename Low>
+C10_NOINLINE void join_tile(const uint16_t* __restrict high,
+                            const Low* __restrict low,
+                            float* __restrict x,
+                            int64_t num_vectors) {
+  for (int64_t i = 0; i < num_vectors * kVectorSize; ++i) {
+    x[i] = SplitAccess<Low>::load(high[i], low[i]);
+  }
+}
+
+// Returns the largest magnitude of x. Writes x, or the square roots of positive x, to `values`.
+template <bool kIsRoot>
+C10_NOINLINE int32_t magnitude_tile(const float* __restrict x,
+                                    float* __restrict values,
+                                    int64_t num_vectors) {
   int32_t largest = 0;
   for (int64_t i = 0; i < num_vectors * kVectorSize; ++i) {
     const int32_t magnitude = detail::magnitude(x[i]);
     largest = magnitude > largest ? magnitude : largest;
+    values[i] = !kIsRoot ? x[i] : x[i] > 0 ? std::sqrt(x[i]) : 0.0F;
   }
   return largest;
 }
 
-C10_NOINLINE void root_tile(const float* __restrict x,
-                            int64_t num_vectors,
-                            float* __restrict roots) {
-  for (int64_t i = 0; i < num_vectors * kVectorSize; ++i) roots[i] = std::sqrt(x[i]);
+template <typename Code>
+C10_NOINLINE void to_codes_tile(const float* __restrict values,
+                                float factor,
+                                Code* __restrict codes,
+                                int64_t num_vectors) {
+  for (int64_t i = 0; i < num_vectors * kVectorSize; ++i) {
+    codes[i] = CodeAccess<Code>::rounded(values[i], factor, kHalves);
+  }
+}
+
+template <typename Code>
+C10_NOINLINE void from_codes_tile(const Code* __restrict codes,
+                                  float step,
+                                  float* __restrict x,
+                                  int64_t num_vectors) {
+  for (int64_t i = 0; i < num_vectors * kVectorSize; ++i) {
+    x[i] = CodeAccess<Code>::load(codes[i], step);
+  }
 }
 
 // Calls body(block) for the blocks [first, last) of the job.
@@ -47,11 +95,11 @@ void run_split(const detail::FloatCodesJob& job, int64_t first, int64_t last) {
   BlockArray<Low> low(job.low);
   for_each_block(job, first, last, [&](const Block& block) {
     if (job.op == detail::FloatCodesOp::kSplit) {
-      split_tile(x.read(block), block.num_vectors, high.target(block), low.target(block));
+      split_tile(x.read(block), high.target(block), low.target(block), block.num_vectors);
       high.finish(block);
       low.finish(block);
     } else {
-      join_tile(high.read(block), low.read(block), block.num_vectors, x.target(block));
+      join_tile(high.read(block), low.read(block), x.target(block), block.num_vectors);
       x.finish(block);
     }
   });
@@ -59,25 +107,21 @@ void run_split(const detail::FloatCodesJob& job, int64_t first, int64_t last) {
 
 template <typename Code>
 void run_quantize(const detail::FloatCodesJob& job, int64_t first, int64_t last) {
-  constexpr bool kIsRoot = std::is_unsigned_v<Code>;
+  using Access = CodeAccess<Code>;
   BlockArray<float> x(job.x);
   BlockArray<Code> codes(job.codes);
-  alignas(64) float roots[detail::kCodeBlock];
-  alignas(64) uint32_t halves[detail::kCodeBlock];  // rounds to nearest: adds 1/2
-  for (uint32_t& each : halves) each = 0x80008000U;
+  alignas(64) float values[detail::kCodeBlock];
   for_each_block(job, first, last, [&](const Block& block) {
+    float& scale = job.scales[block.idx];
     if (job.op == detail::FloatCodesOp::kQuantize) {
-      const float* values = x.read(block);
-      const float scale = detail::scale_of(magnitude_tile(values, block.num_vectors));
-      job.scales[block.idx] = scale;
-      if constexpr (kIsRoot) {
-        root_tile(values, block.num_vectors, roots);
-        values = roots;
-      }
-      to_codes_tile<kIsRoot>(values, scale, halves, block.num_vectors, codes.target(block));
+      const int32_t largest =
+          magnitude_tile<std::is_unsigned_v<Code>>(x.read(block), values, block.num_vectors);
+      const float factor = set_scale<Access>(largest, scale, values);
+      to_codes_tile(values, factor, codes.target(block), block.num_vectors);
       codes.finish(block);
     } else {
-      from_codes_tile(codes.read(block), job.scales[block.idx], block.num_vectors, x.target(block));
+      const float step = detail::code_step(scale, Access::kLargestCode);
+      from_codes_tile(codes.read(block), step, x.target(block), block.num_vectors);
       x.finish(block);
     }
   });

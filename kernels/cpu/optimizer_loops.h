@@ -1,294 +1,254 @@
 #pragma once
 
 #include "block_access.h"
-#include "optimizer_math.h"
-#include "optimizer_step_job.h"
+#include "optimizer_variant.h"
 
 #include <cstdint>
-#include <type_traits>
+#include <cstring>
 
 // Runs the optimizer steps with the instruction set this file is compiled for. Internal linkage
 // throughout: see polynomial_math.h.
 //
-// Each block passes through the loops below while it is in the L1 cache: the operands are converted
-// to float32 buffers, the formula runs over the buffers, and the results are rounded into the
-// tensors. float32 tensors are read and written in place.
+// A block is stepped by two loops while it is in the L1 cache: the formula, which writes the
+// parameter and the exact new states, and the rounding of the states, which needs the block's
+// largest magnitude. float32 states need only the first.
 namespace weft::kernels::cpu {
 namespace {
 
-// The largest magnitudes of the new moments of a block.
-struct LargestMoments {
+// The largest magnitudes of the new states of a block.
+struct LargestStates {
   int32_t first = 0;
   int32_t second = 0;
 };
 
-// Steps a block in place. With kCodes, `exp_avg_sq` receives the square roots of the second
-// moments, which their codes are made of.
-template <bool kDecaysGrad, bool kCodes>
-C10_NOINLINE void adam_tile(const detail::AdamConstants& given,
-                            float* __restrict parameter,
-                            const float* __restrict grad,
-                            float* __restrict exp_avg,
-                            float* __restrict exp_avg_sq,
-                            int64_t num_vectors,
-                            LargestMoments& largest) {
-  const detail::AdamConstants constants = given;
+// Steps a block. The new states are written to `new_first` and `new_second`, float32 states in
+// place; of second moments that get codes, the square roots are written. `first_step` and
+// `second_step`: see code_step() in low_precision.h.
+template <typename Variant, bool kDecaysGrad>
+C10_NOINLINE void formula_tile(const typename Variant::Constants& given,
+                               typename Variant::Weight::Value* __restrict parameter,
+                               typename Variant::Weight::Low* __restrict low,
+                               const typename Variant::Grad* __restrict grad,
+                               typename Variant::First::Value* __restrict first,
+                               float first_step,
+                               float* __restrict new_first,
+                               typename Variant::Second::Value* __restrict second,
+                               float second_step,
+                               float* __restrict new_second,
+                               int64_t num_vectors,
+                               LargestStates& largest) {
+  using Weight = typename Variant::Weight;
+  const typename Variant::Constants constants = given;
+  typename Weight::Low no_low = 0;
   int32_t largest_first = 0;
   int32_t largest_second = 0;
   for (int64_t i = 0; i < num_vectors * kVectorSize; ++i) {
-    float m = exp_avg[i];
-    float v = exp_avg_sq[i];
-    float root = 0;
-    parameter[i] = detail::adam_element<kDecaysGrad>(constants, parameter[i], grad[i], m, v, root);
-    exp_avg[i] = m;
-    exp_avg_sq[i] = kCodes ? root : v;
-    if constexpr (kCodes) {
-      const int32_t first = detail::magnitude(m);
-      const int32_t second = detail::magnitude(v);
-      largest_first = first > largest_first ? first : largest_first;
-      largest_second = second > largest_second ? second : largest_second;
+    const float before = Weight::load(parameter[i], Weight::kIsSplit ? low[i] : no_low);
+    const float g = load_grad(grad[i]);
+    float m = Variant::First::load(first[i], first_step);
+    float after = 0;
+    if constexpr (Variant::kHasSecond) {
+      float v = Variant::Second::load(second[i], second_step);
+      float root = 0;
+      after = detail::adam_element<kDecaysGrad>(constants, before, g, m, v, root);
+      if constexpr (Variant::kHasCodes) {
+        const int32_t magnitude = detail::magnitude(v);
+        largest_second = magnitude > largest_second ? magnitude : largest_second;
+        new_second[i] = root;
+      } else if constexpr (Variant::kRounds) {
+        new_second[i] = v;
+      } else {
+        second[i] = v;
+      }
+    } else {
+      after = detail::momentum_element<kDecaysGrad>(constants, before, g, m);
+    }
+    if constexpr (Variant::kHasCodes) {
+      const int32_t magnitude = detail::magnitude(m);
+      largest_first = magnitude > largest_first ? magnitude : largest_first;
+    }
+    if constexpr (Variant::kRounds) {
+      new_first[i] = m;
+    } else {
+      first[i] = m;
+    }
+    if constexpr (Weight::kIsSplit) {
+      Weight::store(after, parameter[i], low[i]);
+    } else {
+      Weight::store(after, parameter[i], no_low);
     }
   }
   largest = {largest_first, largest_second};
 }
 
-template <bool kDecaysGrad, bool kCodes>
-C10_NOINLINE void momentum_tile(const detail::MomentumConstants& given,
-                                float* __restrict parameter,
-                                const float* __restrict grad,
-                                float* __restrict momentum,
-                                int64_t num_vectors,
-                                LargestMoments& largest) {
-  const detail::MomentumConstants constants = given;
-  int32_t largest_first = 0;
-  for (int64_t i = 0; i < num_vectors * kVectorSize; ++i) {
-    float m = momentum[i];
-    parameter[i] = detail::momentum_element<kDecaysGrad>(constants, parameter[i], grad[i], m);
-    momentum[i] = m;
-    if constexpr (kCodes) {
-      const int32_t first = detail::magnitude(m);
-      largest_first = first > largest_first ? first : largest_first;
-    }
-  }
-  largest = {largest_first, 0};
-}
-
-// Steps a block in place; `second` is null for a momentum step.
-template <typename Job>
-using Tile = void (*)(const Job& job,
-                      float* parameter,
-                      const float* grad,
-                      float* first,
-                      float* second,
-                      int64_t num_vectors,
-                      LargestMoments& largest);
-
-template <bool kDecaysGrad, bool kCodes>
-void formula_tile(const detail::AdamStepJob& job,
-                  float* parameter,
-                  const float* grad,
-                  float* first,
-                  float* second,
-                  int64_t num_vectors,
-                  LargestMoments& largest) {
-  adam_tile<kDecaysGrad, kCodes>(
-      job.constants, parameter, grad, first, second, num_vectors, largest);
-}
-
-template <bool kDecaysGrad, bool kCodes>
-void formula_tile(const detail::MomentumStepJob& job,
-                  float* parameter,
-                  const float* grad,
-                  float* first,
-                  float* /*second*/,
-                  int64_t num_vectors,
-                  LargestMoments& largest) {
-  momentum_tile<kDecaysGrad, kCodes>(job.constants, parameter, grad, first, num_vectors, largest);
-}
-
-// Writes the random bits of the elements from `position` on to random[0 .. num_vectors).
-C10_NOINLINE void random_tile(const detail::OptimizerStepJob& job,
-                              uint64_t position,
-                              int64_t num_vectors,
-                              uint32_t* __restrict random) {
-  const int64_t size = num_vectors * kVectorSize;
-  const auto lower = static_cast<uint32_t>(position);
-  const auto upper = static_cast<uint32_t>(position >> 32);
-  const auto key = detail::random_key(job.seed, job.step, upper);
-  for (int64_t i = 0; i < size; ++i) random[i] = detail::mix(lower + static_cast<uint32_t>(i), key);
-  // The lower half passes 2^32 within few blocks.
-  const uint64_t before = (uint64_t{1} << 32) - lower;
-  if (before < static_cast<uint64_t>(size)) {
-    const auto next = detail::random_key(job.seed, job.step, upper + 1);
-    for (auto i = static_cast<int64_t>(before); i < size; ++i) {
-      random[i] = detail::mix(lower + static_cast<uint32_t>(i), next);
+// Rounds the new states of a block by the random numbers of the positions from `position` on, whose
+// upper half is that of `key`.
+template <detail::StateFormat kStates, bool kHasSecond>
+C10_NOINLINE void round_tile(const float* __restrict new_first,
+                             float first_factor,
+                             typename StateAccess<kStates, false>::Value* __restrict first,
+                             const float* __restrict new_second,
+                             float second_factor,
+                             typename StateAccess<kStates, true>::Value* __restrict second,
+                             uint32_t position,
+                             detail::RandomKey key,
+                             int64_t num_vectors) {
+  const auto size = static_cast<int32_t>(num_vectors * kVectorSize);
+  for (int32_t i = 0; i < size; ++i) {
+    const uint32_t random = detail::mix(position + static_cast<uint32_t>(i), key);
+    first[i] = StateAccess<kStates, false>::rounded(new_first[i], first_factor, random);
+    if constexpr (kHasSecond) {
+      second[i] = StateAccess<kStates, true>::rounded(new_second[i], second_factor, random);
     }
   }
 }
 
-// The float32 values of the blocks of a parameter.
-template <detail::WeightFormat kFormat>
-class Weights {
+// Stores the scale of new states, and returns the factor of their codes. Replaces states that are
+// not finite by 0, because a conversion of NaN to an integer is undefined.
+template <typename State>
+float set_scale(int32_t largest, float& scale, float* states) {
+  scale = detail::scale_of(largest);
+  if (scale != scale) std::memset(states, 0, detail::kCodeBlock * sizeof(float));
+  return detail::code_factor(scale, State::kLargestCode);
+}
+
+template <typename Variant>
+class OptimizerLoop {
  public:
-  explicit Weights(const detail::OptimizerStepJob& job)
-      : values_(job.parameter), low_(job.low_bits) {}
+  explicit OptimizerLoop(const typename Variant::Job& job)
+      : job_(job),
+        parameter_(job.parameter),
+        low_(job.low_bits),
+        grad_(const_cast<void*>(job.grad)),
+        first_(job.first.values),
+        second_(job.second.values) {}
 
-  float* read(const Block& block) {
-    if constexpr (kIsFloat32) {
-      return values_.read(block);
-    } else {
-      const uint16_t* high = values_.read(block);
-      if constexpr (kFormat == Format::kBFloat16) {
-        from_bfloat16_tile(high, block.num_vectors, buffer_);
-      } else {
-        join_tile(high, low_.read(block), block.num_vectors, buffer_);
+  // Runs blocks [first, last).
+  void run(int64_t first, int64_t last) {
+    const int64_t blocks_per_row = job_.blocks_per_row();
+    int64_t row = first / blocks_per_row;
+    int64_t column = first % blocks_per_row * detail::kCodeBlock;
+    for (int64_t idx = first; idx < last; ++idx) {
+      const Block block(idx, row * job_.row_size + column, job_.row_size - column);
+      const LargestStates largest = step(block);
+      if constexpr (Variant::kRounds) round(block, largest, position(row, column));
+      first_.finish(block);
+      if constexpr (Variant::kHasSecond) second_.finish(block);
+      column += detail::kCodeBlock;
+      if (column >= job_.row_size) {
+        column = 0;
+        ++row;
       }
-      return buffer_;
-    }
-  }
-
-  void write(const Block& block) {
-    if constexpr (kFormat == Format::kBFloat16) {
-      to_bfloat16_tile(buffer_, block.num_vectors, values_.target(block));
-    } else if constexpr (!kIsFloat32) {
-      split_tile(buffer_, block.num_vectors, values_.target(block), low_.target(block));
-      low_.finish(block);
-    }
-    values_.finish(block);
-  }
-
- private:
-  using Format = detail::WeightFormat;
-  static constexpr bool kIsFloat32 = kFormat == Format::kFloat32;
-  using Value = std::conditional_t<kIsFloat32, float, uint16_t>;
-  using Low = std::conditional_t<kFormat == Format::kSplit8, int8_t, int16_t>;
-
-  BlockArray<Value> values_;
-  BlockArray<Low> low_;
-  alignas(64) float buffer_[detail::kCodeBlock];
-};
-
-// The float32 values of the blocks of a gradient.
-template <typename Value>
-class Grads {
- public:
-  explicit Grads(const void* values) : values_(const_cast<void*>(values)) {}
-
-  const float* read(const Block& block) {
-    const Value* values = values_.read(block);
-    if constexpr (std::is_same_v<Value, float>) {
-      return values;
-    } else {
-      from_bfloat16_tile(values, block.num_vectors, buffer_);
-      return buffer_;
     }
   }
 
  private:
-  BlockArray<Value> values_;
-  alignas(64) float buffer_[std::is_same_v<Value, float> ? 1 : detail::kCodeBlock];
-};
+  using First = typename Variant::First;
+  using Second = typename Variant::Second;
 
-// The float32 values of the blocks of a state. kIsSecond: codes are unsigned, and write() gets
-// square roots; the random bits are the upper ones.
-template <detail::StateFormat kFormat, bool kIsSecond>
-class States {
- public:
-  explicit States(const detail::StateArray& state) : values_(state.values), scales_(state.scales) {}
+  uint64_t position(int64_t row, int64_t column) const {
+    const auto full_row = static_cast<uint64_t>(job_.row + row);
+    return full_row * static_cast<uint64_t>(job_.full_columns) +
+           static_cast<uint64_t>(job_.column + column);
+  }
 
-  float* read(const Block& block) {
-    auto* values = values_.read(block);
-    if constexpr (kFormat == Format::kFloat32) {
-      return values;
-    } else {
-      if constexpr (kFormat == Format::kBFloat16) {
-        from_bfloat16_tile(values, block.num_vectors, buffer_);
-      } else {
-        from_codes_tile(values, scales_[block.idx], block.num_vectors, buffer_);
+  LargestStates step(const Block& block) {
+    typename Variant::Weight::Low* low = nullptr;
+    typename Second::Value* second = nullptr;
+    float first_step = 0;
+    float second_step = 0;
+    if constexpr (Variant::Weight::kIsSplit) low = low_.read(block);
+    if constexpr (Variant::kHasSecond) second = second_.read(block);
+    if constexpr (Variant::kHasCodes) {
+      first_step = detail::code_step(job_.first.scales[block.idx], First::kLargestCode);
+      if constexpr (Variant::kHasSecond) {
+        second_step = detail::code_step(job_.second.scales[block.idx], Second::kLargestCode);
       }
-      return buffer_;
     }
-  }
-
-  void write(const Block& block, const uint32_t* random, int32_t largest) {
-    if constexpr (kFormat == Format::kBFloat16) {
-      to_bfloat16_stochastic_tile<kIsSecond>(
-          buffer_, random, block.num_vectors, values_.target(block));
-    } else if constexpr (kFormat == Format::kCodes) {
-      const float scale = detail::scale_of(largest);
-      scales_[block.idx] = scale;
-      to_codes_tile<kIsSecond>(buffer_, scale, random, block.num_vectors, values_.target(block));
-    }
-    values_.finish(block);
-  }
-
- private:
-  using Format = detail::StateFormat;
-  using Code = std::conditional_t<kIsSecond, uint8_t, int8_t>;
-  using Value =
-      std::conditional_t<kFormat == Format::kFloat32,
-                         float,
-                         std::conditional_t<kFormat == Format::kBFloat16, uint16_t, Code>>;
-
-  BlockArray<Value> values_;
-  float* scales_;
-  alignas(64) float buffer_[kFormat == Format::kFloat32 ? 1 : detail::kCodeBlock];
-};
-
-template <detail::WeightFormat kWeights, typename Grad, detail::StateFormat kStates, typename Job>
-void run_optimizer_step(const Job& job, int64_t first_block, int64_t last_block) {
-  constexpr bool kHasSecond = std::is_same_v<Job, detail::AdamStepJob>;
-  constexpr bool kCodes = kStates == detail::StateFormat::kCodes;
-  constexpr bool kRounds = kStates != detail::StateFormat::kFloat32;
-  Weights<kWeights> weights(job);
-  Grads<Grad> grads(job.grad);
-  States<kStates, false> first(job.first);
-  States<kStates, true> second(job.second);
-  Tile<Job> tile = formula_tile<false, kCodes>;
-  if (job.constants.grad_decay != 0) tile = formula_tile<true, kCodes>;
-  alignas(64) uint32_t random[detail::kCodeBlock];
-  const int64_t blocks_per_row = job.blocks_per_row();
-  int64_t row = first_block / blocks_per_row;
-  int64_t column = first_block % blocks_per_row * detail::kCodeBlock;
-  for (int64_t idx = first_block; idx < last_block; ++idx) {
-    const Block block(idx, row * job.row_size + column, job.row_size - column);
-    float* second_values = nullptr;
-    if constexpr (kHasSecond) second_values = second.read(block);
-    LargestMoments largest;
-    float* parameters = weights.read(block);
-    tile(job,
-         parameters,
-         grads.read(block),
-         first.read(block),
-         second_values,
+    const auto tile =
+        job_.constants.grad_decay != 0 ? formula_tile<Variant, true> : formula_tile<Variant, false>;
+    LargestStates largest;
+    tile(job_.constants,
+         parameter_.read(block),
+         low,
+         grad_.read(block),
+         first_.read(block),
+         first_step,
+         new_first_,
+         second,
+         second_step,
+         new_second_,
          block.num_vectors,
          largest);
-    if constexpr (kRounds) {
-      const auto position =
-          static_cast<uint64_t>(job.row + row) * static_cast<uint64_t>(job.full_columns) +
-          static_cast<uint64_t>(job.column + column);
-      random_tile(job, position, block.num_vectors, random);
+    parameter_.finish(block);
+    if constexpr (Variant::Weight::kIsSplit) low_.finish(block);
+    return largest;
+  }
+
+  void round(const Block& block, const LargestStates& largest, uint64_t position) {
+    float first_factor = 0;
+    float second_factor = 0;
+    if constexpr (Variant::kHasCodes) {
+      first_factor = set_scale<First>(largest.first, job_.first.scales[block.idx], new_first_);
+      if constexpr (Variant::kHasSecond) {
+        second_factor =
+            set_scale<Second>(largest.second, job_.second.scales[block.idx], new_second_);
+      }
     }
-    weights.write(block);
-    first.write(block, random, largest.first);
-    if constexpr (kHasSecond) second.write(block, random, largest.second);
-    column += detail::kCodeBlock;
-    if (column >= job.row_size) {
-      column = 0;
-      ++row;
+    const auto lower = static_cast<uint32_t>(position);
+    const auto upper = static_cast<uint32_t>(position >> 32);
+    const auto round_with =
+        [&](uint32_t upper_half, typename First::Value* first, typename Second::Value* second) {
+          round_tile<Variant::kStateFormat, Variant::kHasSecond>(
+              new_first_,
+              first_factor,
+              first,
+              new_second_,
+              second_factor,
+              second,
+              lower,
+              detail::random_key(job_.seed, job_.step, upper_half),
+              block.num_vectors);
+        };
+    typename First::Value* first = first_.target(block);
+    typename Second::Value* second = nullptr;
+    if constexpr (Variant::kHasSecond) second = second_.target(block);
+    round_with(upper, first, second);
+    // The lower half of the position passes 2^32 within few blocks.
+    const uint64_t rest = (uint64_t{1} << 32) - lower;
+    if (rest >= static_cast<uint64_t>(block.size)) return;
+    typename First::Value next_first[detail::kCodeBlock];
+    typename Second::Value next_second[detail::kCodeBlock];
+    round_with(upper + 1, next_first, next_second);
+    for (auto i = static_cast<int64_t>(rest); i < block.size; ++i) {
+      first[i] = next_first[i];
+      if constexpr (Variant::kHasSecond) second[i] = next_second[i];
     }
   }
-}
+
+  const typename Variant::Job& job_;
+  BlockArray<typename Variant::Weight::Value> parameter_;
+  BlockArray<typename Variant::Weight::Low> low_;
+  BlockArray<typename Variant::Grad> grad_;
+  BlockArray<typename First::Value> first_;
+  BlockArray<typename Second::Value> second_;
+  alignas(64) float new_first_[detail::kCodeBlock];
+  alignas(64) float new_second_[detail::kCodeBlock];
+};
 
 template <detail::WeightFormat kWeights, typename Grad, typename Job>
 void run_with_states(const Job& job, int64_t first, int64_t last) {
+  using Format = detail::StateFormat;
   switch (job.state_format) {
-    case detail::StateFormat::kFloat32:
-      return run_optimizer_step<kWeights, Grad, detail::StateFormat::kFloat32>(job, first, last);
-    case detail::StateFormat::kBFloat16:
-      return run_optimizer_step<kWeights, Grad, detail::StateFormat::kBFloat16>(job, first, last);
-    case detail::StateFormat::kCodes:
-      return run_optimizer_step<kWeights, Grad, detail::StateFormat::kCodes>(job, first, last);
+    case Format::kFloat32:
+      return OptimizerLoop<OptimizerVariant<Job, kWeights, Grad, Format::kFloat32>>(job).run(first,
+                                                                                             last);
+    case Format::kBFloat16:
+      return OptimizerLoop<OptimizerVariant<Job, kWeights, Grad, Format::kBFloat16>>(job).run(first,
+                                                                                              last);
+    case Format::kCodes:
+      return OptimizerLoop<OptimizerVariant<Job, kWeights, Grad, Format::kCodes>>(job).run(first,
+                                                                                           last);
   }
 }
 

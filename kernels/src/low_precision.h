@@ -57,12 +57,10 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE RandomKey random_key(uint64_t seed,
   return {c, mix(b, {a, c})};
 }
 
-// The two u of an element, in units of 2^-16.
-C10_HOST_DEVICE C10_ALWAYS_INLINE int32_t first_random(uint32_t random) {
-  return static_cast<int32_t>(random & 0xFFFFU);
-}
-C10_HOST_DEVICE C10_ALWAYS_INLINE int32_t second_random(uint32_t random) {
-  return static_cast<int32_t>(random >> 16);
+// The u of an element's first or second state, in units of 2^-16.
+template <bool kIsSecond>
+C10_HOST_DEVICE C10_ALWAYS_INLINE int32_t random_units(uint32_t random) {
+  return static_cast<int32_t>(kIsSecond ? random >> 16 : random & 0xFFFFU);
 }
 
 C10_HOST_DEVICE C10_ALWAYS_INLINE int32_t magnitude(uint32_t bits) {
@@ -129,46 +127,42 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE float scale_of(int32_t largest_magnitude) {
   return largest_magnitude < kInfinity ? std::bit_cast<float>(largest_magnitude) : kNaN;
 }
 
-// Returns the factor of sqrt(|x|) in y. 0 for a scale of 0 or NaN, for which all codes are 0. The
-// square root of a scale is at least 2^-75, so the factor is finite.
+// Returns the factor of sqrt(|x|) in y. 0 for a scale of 0 or NaN. The square root of a scale is at
+// least 2^-75, so the factor is finite. It is smaller by 2^-22, more than the rounding errors of y,
+// so that no code exceeds the largest one, without a selection.
 C10_HOST_DEVICE C10_ALWAYS_INLINE float code_factor(float scale, float largest_code) {
-  return scale > 0 ? largest_code / std::sqrt(scale) : 0.0F;
+  return scale > 0 ? largest_code * (1 - 0x1p-22F) / std::sqrt(scale) : 0.0F;
 }
 
-// Returns min(floor(root * factor + u), largest_code), and 0 for a NaN.
-C10_HOST_DEVICE C10_ALWAYS_INLINE int32_t rounded_code(float root,
-                                                       float factor,
-                                                       float u,
-                                                       int32_t largest_code) {
-  const float y = root * factor + u;
-  const auto code = static_cast<int32_t>(y > 0.0F ? y : 0.0F);
-  return code < largest_code ? code : largest_code;
+// Returns the square root of the number with code 1.
+C10_HOST_DEVICE C10_ALWAYS_INLINE float code_step(float scale, float largest_code) {
+  return std::sqrt(scale) / largest_code;
 }
 
-// u: a uniform number in [0, 1), or 0.5 to round to nearest.
+// u: a uniform number in [0, 1), or 0.5 to round to nearest. REQUIRES: x is finite.
 C10_HOST_DEVICE C10_ALWAYS_INLINE int32_t signed_code(float x, float factor, float u) {
-  const float root = std::sqrt(std::fabs(x));
-  const int32_t code = rounded_code(root, factor, u, static_cast<int32_t>(kSignedCodes));
-  const int32_t sign = std::bit_cast<int32_t>(x) >> 31;  // 0 or -1
-  return (code ^ sign) - sign;
+  const float y = std::sqrt(std::fabs(x)) * factor + u;
+  return static_cast<int32_t>(std::copysign(y, x));  // towards zero
 }
 
 // `root` is sqrt(x). A positive x gets at least 1: a second moment that is rounded to 0 would make
 // m / (sqrt(v) + eps) explode, and rounding up only makes an update smaller.
+// REQUIRES: root is finite and not negative.
 C10_HOST_DEVICE C10_ALWAYS_INLINE int32_t unsigned_code(float root, float factor, float u) {
-  const int32_t code = rounded_code(root, factor, u, static_cast<int32_t>(kUnsignedCodes));
-  const int32_t least = root > 0 ? 1 : 0;
+  const auto code = static_cast<int32_t>(root * factor + u);
+  const int32_t bits = magnitude(root);
+  const int32_t least = bits < 1 ? bits : 1;  // 1 unless root is 0
   return code > least ? code : least;
 }
 
-C10_HOST_DEVICE C10_ALWAYS_INLINE float from_signed_code(int32_t code, float scale) {
-  const float root = static_cast<float>(code) * (1 / kSignedCodes);
-  return root * std::fabs(root) * scale;
+C10_HOST_DEVICE C10_ALWAYS_INLINE float from_signed_code(int32_t code, float step) {
+  const float root = static_cast<float>(code) * step;
+  return root * std::fabs(root);
 }
 
-C10_HOST_DEVICE C10_ALWAYS_INLINE float from_unsigned_code(int32_t code, float scale) {
-  const float root = static_cast<float>(code) * (1 / kUnsignedCodes);
-  return root * root * scale;
+C10_HOST_DEVICE C10_ALWAYS_INLINE float from_unsigned_code(int32_t code, float step) {
+  const float root = static_cast<float>(code) * step;
+  return root * root;
 }
 
 }  // namespace weft::kernels::detail

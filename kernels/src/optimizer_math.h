@@ -23,7 +23,7 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE float adam_element(const AdamConstants& consta
   float g = grad * constants.grad_sign;
   if constexpr (kDecaysGrad) g += constants.grad_decay * parameter;
   // torch's lerp(exp_avg, g, 1 - beta1), which starts from the nearer end.
-  const float start = constants.starts_at_grad ? g : exp_avg;
+  const float start = constants.starts_at_grad > 0 ? g : exp_avg;
   const float m = start + constants.exp_avg_weight * (g - exp_avg);
   const float v = constants.beta2 * exp_avg_sq + constants.exp_avg_sq_weight * g * g;
   root = std::sqrt(v);
@@ -41,8 +41,8 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE float momentum_element(const MomentumConstants
   float g = grad * constants.grad_sign;
   if constexpr (kDecaysGrad) g += constants.grad_decay * parameter;
   const float later = constants.momentum * buffer + constants.grad_weight * g;
-  buffer = constants.is_first ? g : later;
-  const float update = constants.nesterov ? g + constants.momentum * buffer : buffer;
+  buffer = constants.is_first > 0 ? g : later;
+  const float update = constants.nesterov > 0 ? g + constants.momentum * buffer : buffer;
   return parameter - constants.lr * update;
 }
 

@@ -74,7 +74,7 @@ AdamStepJob adam_step_job(const AdamStep& step) {
       .parameter_decay =
           step.decoupled_weight_decay ? static_cast<float>(1 - step.lr * decay) : 1.0F,
       .exp_avg_weight = static_cast<float>(starts_at_grad ? -step.beta1 : 1 - step.beta1),
-      .starts_at_grad = starts_at_grad,
+      .starts_at_grad = starts_at_grad ? 1.0F : 0.0F,
       .beta2 = static_cast<float>(step.beta2),
       .exp_avg_sq_weight = static_cast<float>(1 - step.beta2),
       .root_factor = static_cast<float>(1 / std::sqrt(1 - std::pow(step.beta2, exponent))),
@@ -93,8 +93,8 @@ MomentumStepJob momentum_step_job(const MomentumStep& step) {
                    .momentum = static_cast<float>(step.momentum),
                    .grad_weight = static_cast<float>(1 - step.dampening),
                    .lr = static_cast<float>(step.lr),
-                   .nesterov = step.nesterov,
-                   .is_first = step.place.step == 1};
+                   .nesterov = step.nesterov ? 1.0F : 0.0F,
+                   .is_first = step.place.step == 1 ? 1.0F : 0.0F};
   return job;
 }
 

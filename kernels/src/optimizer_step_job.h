@@ -16,12 +16,14 @@ enum class WeightFormat { kFloat32, kBFloat16, kSplit16, kSplit8 };
 // array with the scales of its blocks.
 enum class StateFormat { kFloat32, kBFloat16, kCodes };
 
+// Flags are 0 or 1: loops with a selection by a bool do not vectorise with every format.
+
 struct AdamConstants {
   float grad_sign;        // -1 to maximize, else 1
   float grad_decay;       // weight decay that is added to the gradient
   float parameter_decay;  // factor of the parameter: 1 - lr * weight_decay if decoupled
   float exp_avg_weight;   // 1 - beta1, or -beta1 if starts_at_grad
-  bool starts_at_grad;    // 1 - beta1 >= 0.5
+  float starts_at_grad;   // flag: 1 - beta1 >= 0.5
   float beta2;
   float exp_avg_sq_weight;  // 1 - beta2
   float root_factor;        // 1 / sqrt(1 - beta2^step)
@@ -35,8 +37,8 @@ struct MomentumConstants {
   float momentum;
   float grad_weight;  // 1 - dampening
   float lr;
-  bool nesterov;
-  bool is_first;  // the buffer becomes the gradient
+  float nesterov;  // flag
+  float is_first;  // flag: the buffer becomes the gradient
 };
 
 struct StateArray {
