@@ -48,13 +48,13 @@ def wanted_rows(with_real_size: bool) -> list[tuple[str, str, bool, int]]:
         (name, configuration, True, n)
         for name, workload in workloads(True).items()
         for configuration, settings in CONFIGURATIONS.items()
-        if settings.options is not None and settings.is_for(workload)
+        if settings.options is not None and settings.is_for(workload) and settings.is_for_small
+        if (name, configuration) != ("activations", "weft_int8")  # the same as in feed_forward
         for n in RANKS
     ]
     if with_real_size:
-        rows += [
-            ("feed_forward", configuration, False, n) for configuration in ("weft", "weft_in_backward") for n in RANKS
-        ]
+        at_real_size = ("weft", "weft_in_backward", "weft_int8", "weft_int8_split8")
+        rows += [("feed_forward", configuration, False, n) for configuration in at_real_size for n in RANKS]
         rows.append(("feed_forward", "weft_by_rows", False, 2))  # small models' weights have too few rows for this
     return rows
 

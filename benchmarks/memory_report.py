@@ -20,6 +20,8 @@ COLUMNS = {
     "weft": "weft",
     "weft_in_backward": "weft, optimizer in the backward",
     "weft_by_rows": "weft, optimizer in the backward by rows",
+    "weft_int8": "weft, by rows, 8-bit states",
+    "weft_int8_split8": "weft, by rows, 8-bit states, split weights",
     "weft_own_optimizer": "weft, unfused optimizer",
     "weft_recompute": "weft, operators recompute",
     "weft_selective": "weft, selective checkpointing",

@@ -12,6 +12,16 @@
 // The entry points of the *_loops.h files, which are compiled once per instruction set.
 namespace weft::kernels::cpu {
 
+// These are compiled without fused multiply-adds: a compiler may fuse a product with either of two
+// sums, and choose differently in each loop. A step must have the same bits in every format of
+// weights and at every place of an element in a loop.
+struct OptimizerLoops {
+  // Run blocks [first, last) of kCodeBlock elements.
+  void (*adam_step)(const detail::AdamStepJob& job, int64_t first, int64_t last);
+  void (*momentum_step)(const detail::MomentumStepJob& job, int64_t first, int64_t last);
+  void (*float_codes)(const detail::FloatCodesJob& job, int64_t first, int64_t last);
+};
+
 struct Loops {
   // Runs elements [first, last).
   void (*activation)(const detail::ActivationJob& job, int64_t first, int64_t last);
@@ -33,11 +43,12 @@ struct Loops {
   void (*cross_entropy_gradient)(const detail::CrossEntropyGradientJob& job,
                                  int64_t first,
                                  int64_t last);
-  // Run blocks [first, last) of kCodeBlock elements.
-  void (*adam_step)(const detail::AdamStepJob& job, int64_t first, int64_t last);
-  void (*momentum_step)(const detail::MomentumStepJob& job, int64_t first, int64_t last);
-  void (*float_codes)(const detail::FloatCodesJob& job, int64_t first, int64_t last);
+  OptimizerLoops optimizer;
 };
+
+OptimizerLoops optimizer_loops_baseline();
+OptimizerLoops optimizer_loops_avx2();
+OptimizerLoops optimizer_loops_avx512();
 
 Loops loops_baseline();
 Loops loops_avx2();

@@ -1,10 +1,8 @@
 #include "activation_loops.h"
 #include "cross_entropy_loops.h"
 #include "dropout_loops.h"
-#include "float_codes_loops.h"
 #include "loops.h"
 #include "norm_loops.h"
-#include "optimizer_loops.h"
 
 namespace weft::kernels::cpu {
 
@@ -15,9 +13,7 @@ Loops loops_avx2() {
           run_norm_backward_loops,
           run_cross_entropy_statistics_loops,
           run_cross_entropy_gradient_loops,
-          run_adam_loops,
-          run_momentum_loops,
-          run_float_codes_loops};
+          optimizer_loops_avx2()};
 }
 
 }  // namespace weft::kernels::cpu

@@ -10,8 +10,8 @@ namespace {
 
 constexpr int64_t kBlocksPerThread = 64;  // of 256 elements
 
-const Loops& loops() {
-  static const Loops widest = supported_instruction_sets().front().loops;
+const OptimizerLoops& loops() {
+  static const OptimizerLoops widest = supported_instruction_sets().front().loops.optimizer;
   return widest;
 }
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -162,7 +163,7 @@ def load_directory(
     checkpoint, rest = open_directory(path, weights_only, allow_pickle)
     saved = checkpoint.metadata.state_dict_metadata
     model_key = next((k for k in MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), MODEL_KEYS[0])
-    target = {model_key: get_model_state_dict(model)}
+    target = {model_key: target_of_model(checkpoint, model_key, model, optimizers)}
     if strict:
         prefix = f"{model_key}."
         names = (name.removeprefix(prefix) for name in saved if name.startswith(prefix))
@@ -176,6 +177,24 @@ def load_directory(
         if not load_optimizer_of_directory(checkpoint, optimizer_key(idx), model, optimizer, rest):
             raise KeyError(_no_optimizer_text(path, idx))
     return rest
+
+
+def target_of_model(
+    checkpoint: Checkpoint, key: str, model: torch.nn.Module, optimizers: Iterable[Optimizer]
+) -> dict[str, Any]:
+    """Return the model's state, into which the entry `key` of a checkpoint is loaded."""
+    from weft.strategy.optimizers.low_precision import splits_weights, target_for_loading
+
+    state: dict[str, Any] = get_model_state_dict(model)
+    if not any(map(splits_weights, optimizers)):
+        return state
+    prefix = f"{key}."
+    dtypes = {
+        name.removeprefix(prefix): entry.properties.dtype
+        for name, entry in checkpoint.metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    return target_for_loading(state, dtypes)
 
 
 def open_directory(path: Where, weights_only: bool | None, allow_pickle: bool) -> tuple[Checkpoint, dict[str, Any]]:

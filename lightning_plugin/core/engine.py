@@ -230,10 +230,19 @@ class Engine:
 
     def _fuse_optimizer(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
         """Fuse an optimizer if the options request it; log the change, or why the optimizer is not changed."""
-        if not self.options.fused_optimizers:
+        options = self.options
+        if not options.fused_optimizers:
             return
         from weft.strategy import fuse
 
+        if options.has_low_precision:
+            self._check_precision()
+            states, weights = options.optimizer_state, options.master_weights
+            fuse(optimizer, module, optimizer_state=states, master_weights=weights)
+            if weights != "float32" and module is not None:
+                self.average_gradients_of(module)  # again, because gradients now have another dtype
+            self.console.log(f"weft gives {type(optimizer).__name__} states in {states} and weights in {weights}.")
+            return
         was_fused = all(group.get("fused") for group in optimizer.param_groups)
         reason = fuse(optimizer, module)  # for leaving the optimizer as it is; None: it is fused
         name = type(optimizer).__name__
@@ -244,13 +253,23 @@ class Engine:
                 f"weft makes {name} use its fused kernels, without temporaries; fused_optimizers=False prevents it."
             )
 
+    def _check_precision(self) -> None:
+        """Raise ValueError if weights are to be split, and the precision computes with other weights than bfloat16."""
+        precision = str(self.precision.precision)
+        if self.options.master_weights != "float32" and precision not in ("bf16-mixed", "bf16-true"):
+            raise ValueError(
+                f"{self.name} got master_weights={self.options.master_weights!r} with precision={precision!r}, which "
+                "does not compute with bfloat16 weights; pass precision='bf16-mixed' or 'bf16-true'."
+            )
+
     @contextmanager
     def optimizer_step(self, optimizer: Any) -> Iterator[None]:
         """With a plan, make an optimizer compute as with unsharded parameters, unless its step is elementwise."""
         from weft.strategy import local_parameters
         from weft.strategy.data_parallel import steps_elements_alone
 
-        needs_no_context = self.plan is None or steps_elements_alone(getattr(optimizer, "optimizer", optimizer))
+        own = getattr(optimizer, "optimizer", optimizer)
+        needs_no_context = self.plan is None or self.options.has_low_precision or steps_elements_alone(own)
         with contextlib.nullcontext() if needs_no_context else local_parameters():
             yield
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,8 +44,13 @@ class _WithoutSync:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
-    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
-        return self._engine.data_axes.without_sync([module]) if enabled else nullcontext()
+    @contextmanager
+    def no_backward_sync(self, module: Module, enabled: bool) -> Iterator[None]:
+        if not enabled:
+            yield
+            return
+        with self._engine.data_axes.without_sync([module]), self._engine.in_backward.accumulating():
+            yield
 
 
 class FabricMixin(StrategyMixin, StockFabricStrategy):
@@ -341,7 +346,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
                 f"the checkpoint {str(source)!r} has no entry {missing[0]!r}; load it without that key, or with "
                 "strict=False."
             )
-        target = {model_key: get_model_state_dict(model)}
+        target = {model_key: checkpoints.target_of_model(checkpoint, model_key, model, optimizers.values())}
         checkpoint.load(target, allow_partial=not strict)
         model.load_state_dict(target[model_key], strict=strict)
         for key, optimizer in optimizers.items():

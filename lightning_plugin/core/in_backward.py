@@ -20,8 +20,6 @@ def check_optimizer_in_backward(trainer: Any) -> None:
 
 def _reason(trainer: Any) -> str | None:
     module = trainer.lightning_module
-    if trainer.accumulate_grad_batches != 1:
-        return f"the Trainer accumulates gradients over {trainer.accumulate_grad_batches} batches"
     if trainer.gradient_clip_val and clips_by_norm(trainer):
         return (
             f"the Trainer clips gradients by their norm (gradient_clip_val={trainer.gradient_clip_val}), not by value"
@@ -34,8 +32,6 @@ def _reason(trainer: Any) -> str | None:
         if is_overridden(hook, module, "LightningModule"):
             return f"{type(module).__name__} overrides {hook}"
     for callback in trainer.callbacks:
-        if type(callback).__name__ == "GradientAccumulationScheduler":
-            return "a GradientAccumulationScheduler accumulates gradients"
         for hook in _CALLBACK_HOOKS:
             if is_overridden(hook, callback, "Callback"):
                 return f"the callback {type(callback).__name__} overrides {hook}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -50,6 +52,12 @@ class InBackwardSteps:
             engine.console.log(
                 f"weft steps {len(names)} weights of fused MLPs some rows at a time, from '{names[0]}' on."
             )
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, backwards only accumulate gradients."""
+        with nullcontext() if self._stepper is None else self._stepper.accumulating():
+            yield
 
     def stop(self) -> None:
         if self._stepper is not None:

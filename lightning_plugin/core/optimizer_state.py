@@ -5,7 +5,8 @@ loading fails on a checkpoint without state (SGD without momentum; anything save
 
 The format by name is torch's: {"state": {parameter name: {"exp_avg": Tensor, ...}}, "param_groups": [{"params":
 [names], "lr": ..., ...}]}. If a parameter is a DTensor, a tensor of its state is either a DTensor of the same global
-shape and placements or a plain tensor, such as a step count.
+shape and placements or a plain tensor, such as a step count. Scales of quantized states are DTensors, too; see
+`weft.strategy.optimizers.saved_states`.
 """
 
 from __future__ import annotations
@@ -122,12 +123,14 @@ def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
     Collective at zero_stage 1, which gathers the states that it shards.
     """
+    from weft.strategy.optimizers.saved_states import states_to_save
+
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     state_dict = _gathered_state_dict(optimizer, ordered)
     name_of_idx = {idx: names[parameter] for idx, parameter in enumerate(ordered)}
     return {
-        "state": {name_of_idx[idx]: state for idx, state in state_dict["state"].items()},
+        "state": {name_of_idx[idx]: states_to_save(state, ordered[idx]) for idx, state in state_dict["state"].items()},
         "param_groups": [
             {**group, "params": [name_of_idx[idx] for idx in group["params"]]} for group in state_dict["param_groups"]
         ],
@@ -137,13 +140,19 @@ def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]
 def full_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     """Return the state with unsharded tensors on the CPU, keyed by index like an unsharded optimizer's `state_dict`.
 
+    Quantized states are converted to float32.
+
     Collective. Ranks with `keep` false hold no tensors and get {}.
     """
-    state_dict = _gathered_state_dict(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+    from weft.strategy.optimizers.saved_states import states_to_save
+
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    state_dict = _gathered_state_dict(optimizer, ordered)
     state = {}
     for idx, values in state_dict["state"].items():
         # The order must be the same on every rank: full_tensor is collective.
-        full = {name: _full_tensor(value, keep) for name, value in values.items()}
+        in_float32 = states_to_save(values, ordered[idx], in_float32=True)
+        full = {name: _full_tensor(value, keep) for name, value in in_float32.items()}
         if keep:
             state[idx] = full
     return {**state_dict, "state": state} if keep else {}
@@ -190,6 +199,7 @@ def load_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mapping[str
         ValueError: the checkpoint's parameter groups do not fit the optimizer's.
     """
     from weft.strategy.data_parallel.sharded_states import is_elementwise_state, sharded_states_of
+    from weft.strategy.optimizers.saved_states import states_to_load
 
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
@@ -210,7 +220,7 @@ def load_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mapping[str
             name: _shard_like(value, ordered[idx], sharded)
             if is_elementwise_state(name, value, ordered[idx].shape)
             else value
-            for name, value in values.items()
+            for name, value in states_to_load(optimizer, values, ordered[idx]).items()
         }
     first_idx, groups = 0, []
     for group in saved_groups:
@@ -275,6 +285,10 @@ def _empty_like_saved(name: str, entry: Any, parameter: Tensor | None) -> Any:
     """
     if not hasattr(entry, "size"):  # the metadata of an object
         return None
+    from weft.strategy.optimizers.saved_states import empty_scale
+
+    if parameter is not None and (scale := empty_scale(name, entry.size, parameter)) is not None:
+        return scale
     # A state of the parameter's shape is sharded like the parameter. A step count is not, although its shape () equals
     # that of a scalar parameter.
     if isinstance(parameter, DTensor) and entry.size == parameter.shape and (entry.size or name != "step"):

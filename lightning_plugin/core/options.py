@@ -87,6 +87,12 @@ class Options:
         check_batches_every: N, to compare every N-th batch of each loop as well; 0: no others.
         fused_optimizers: make Adam, AdamW, SGD and, on CPUs, Adagrad use fused kernels without temporaries, unless
             `foreach` or `fused` was set; changes are logged. False: change no optimizer.
+        optimizer_state: "float32", "bfloat16" or "int8": the format of the states of Adam, AdamW and SGD with momentum,
+            with 4, 2 or 1 bytes for each element; see `weft.strategy.fuse`. Other optimizers raise ValueError if it is
+            not "float32".
+        master_weights: "float32"; "split", with precision "bf16-mixed" or "bf16-true": weights are bfloat16 and their
+            other 16 bits are a state of the optimizer, so that steps are those of float32 weights; "split8": 8 of these
+            bits are kept.
         empty_init: with a plan, parameters created in `configure_model` or inside `init_module(empty_init=True)` are
             deferred: applying the plan materializes only the shards of each rank, with the values of an unsharded
             model. False: as in ModelParallelStrategy, where every rank first builds the full model.
@@ -155,6 +161,8 @@ class Options:
     check_batches: int = 2
     check_batches_every: int = 0
     fused_optimizers: bool = True
+    optimizer_state: Literal["float32", "bfloat16", "int8"] = "float32"
+    master_weights: Literal["float32", "split", "split8"] = "float32"
     empty_init: bool = True
     optimizer_in_backward: bool | Literal["rows"] = False
     activation_checkpointing: Any = "none"
@@ -190,6 +198,11 @@ class Options:
         return self.zero_stage is not None or self.has_stages
 
     @property
+    def has_low_precision(self) -> bool:
+        """Whether optimizers have states, or weights, in another format than torch's."""
+        return (self.optimizer_state, self.master_weights) != ("float32", "float32")
+
+    @property
     def has_stages(self) -> bool:
         """Whether the model is divided into the stages of a pipeline."""
         return self.pipeline_cuts is not None
@@ -214,6 +227,7 @@ class Options:
             raise ValueError(
                 f"{owner} got optimizer_in_backward={self.optimizer_in_backward!r}; pass True, False or 'rows'."
             )
+        self._validate_states(owner)
         if self.verify not in (None, "auto", "always", "never"):
             raise ValueError(f"{owner} got verify={self.verify!r}; pass 'auto', 'always' or 'never'.")
         if self.optimizer_in_backward == "rows" and self.plan is None:
@@ -252,6 +266,29 @@ class Options:
         sizes = self._sizes(owner, data_parallel_size, tensor_parallel_size)
         self._validate_pipeline(owner, sizes)
         return sizes
+
+    def _validate_states(self, owner: str) -> None:
+        from weft.strategy.optimizers.low_precision import StateFormat
+
+        try:
+            is_usual = StateFormat(self.optimizer_state, self.master_weights).is_usual
+        except ValueError as error:
+            raise ValueError(f"{owner} {error}") from None
+        if is_usual:
+            return
+        given = f"optimizer_state={self.optimizer_state!r} and master_weights={self.master_weights!r}"
+        if not self.fused_optimizers:
+            raise ValueError(f"{owner} got {given} with fused_optimizers=False; pass fused_optimizers=True.")
+        if self.zero_stage == 1:
+            raise ValueError(
+                f"{owner} got {given} and zero_stage=1, which shards states in other units than blocks; pass "
+                "zero_stage=0, 2 or 3."
+            )
+        if self.join_gate_up and self.master_weights != "float32":
+            raise ValueError(
+                f"{owner} got master_weights={self.master_weights!r} and join_gate_up=True, whose joined weights "
+                "cannot be split; leave one out."
+            )
 
     def _validate_pretrained(self, owner: str) -> None:
         if not isinstance(self.pretrained, (str, os.PathLike)):

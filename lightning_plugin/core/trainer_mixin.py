@@ -320,8 +320,8 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, gradients are not averaged over ranks; the stock method supports only DistributedDataParallel."""
-        with self.data_axes.without_sync():
+        """Inside, backwards only accumulate; the stock method supports only DistributedDataParallel."""
+        with self.data_axes.without_sync(), self._engine.in_backward.accumulating():
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

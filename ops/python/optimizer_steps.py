@@ -125,12 +125,14 @@ def momentum_step_(
 
 def split_float(x: Tensor, low_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the bfloat16 numbers and the lower bits, in `low_dtype` (int16 or int8), of a float32 x."""
-    return torch.ops.weft.split_float(x, low_dtype)
+    result: tuple[Tensor, Tensor] = torch.ops.weft.split_float(x, low_dtype)
+    return result
 
 
 def join_float(high: Tensor, low: Tensor) -> Tensor:
     """Return the float32 numbers of which `split_float` made the bfloat16 `high` and the int16 or int8 `low`."""
-    return torch.ops.weft.join_float(high, low)
+    result: Tensor = torch.ops.weft.join_float(high, low)
+    return result
 
 
 def quantize_blocks(x: Tensor, signed_codes: bool) -> tuple[Tensor, Tensor]:
@@ -138,9 +140,11 @@ def quantize_blocks(x: Tensor, signed_codes: bool) -> tuple[Tensor, Tensor]:
 
     With uint8, a positive number gets at least code 1, and a negative number code 0.
     """
-    return torch.ops.weft.quantize_blocks(x, signed_codes)
+    result: tuple[Tensor, Tensor] = torch.ops.weft.quantize_blocks(x, signed_codes)
+    return result
 
 
 def dequantize_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the float32 numbers of int8 or uint8 codes with these scales."""
-    return torch.ops.weft.dequantize_blocks(codes, scale)
+    result: Tensor = torch.ops.weft.dequantize_blocks(codes, scale)
+    return result

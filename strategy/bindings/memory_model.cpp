@@ -32,6 +32,14 @@ constexpr Names<OptimizerKind, 5> kOptimizers = {
      {"Adam", OptimizerKind::kAdam},
      {"AdamW", OptimizerKind::kAdamW},
      {"Adagrad", OptimizerKind::kAdagrad}}};
+// The names of the strategies' options. States that are float32 by default have the parameters'
+// dtype, as torch's optimizers make them.
+constexpr Names<StateFormat, 3> kStates = {{{"float32", StateFormat::kLikeParameters},
+                                            {"bfloat16", StateFormat::kBFloat16},
+                                            {"int8", StateFormat::kInt8}}};
+constexpr Names<WeightFormat, 3> kWeights = {{{"float32", WeightFormat::kLikePrecision},
+                                              {"split", WeightFormat::kSplit},
+                                              {"split8", WeightFormat::kSplit8}}};
 constexpr Names<Checkpointing, 3> kCheckpointing = {{{"none", Checkpointing::kNone},
                                                      {"selective", Checkpointing::kSelective},
                                                      {"full", Checkpointing::kFull}}};
@@ -76,12 +84,19 @@ TrainingSpec make_spec(const ModelSpec& model,
                        int64_t tokens,
                        const std::string& precision,
                        const std::string& optimizer,
+                       const std::string& optimizer_state,
+                       const std::string& master_weights,
                        bool fused_optimizers,
                        const std::variant<bool, std::string>& optimizer_in_backward,
                        bool empty_init,
                        const std::string& activation_checkpointing,
                        const std::string& device) {
   const auto steps = backward_steps(optimizer_in_backward);
+  const auto weights = value_of("master_weights", master_weights, kWeights);
+  auto states = value_of("optimizer_state", optimizer_state, kStates);
+  if (states == StateFormat::kLikeParameters && weights != WeightFormat::kLikePrecision) {
+    states = StateFormat::kFloat32;  // weft's optimizers, not torch's
+  }
   return {.model = model,
           .mesh = std::move(mesh),
           .plan = std::move(plan),
@@ -89,6 +104,8 @@ TrainingSpec make_spec(const ModelSpec& model,
           .tokens = tokens,
           .precision = value_of("precision", precision, kPrecisions),
           .optimizer = value_of("optimizer", optimizer, kOptimizers),
+          .states = states,
+          .weights = weights,
           .has_fused_optimizer = fused_optimizers,
           .steps_in_backward = steps.any,
           .steps_by_rows = steps.by_rows,
@@ -174,6 +191,8 @@ void bind_memory_model(py::module_& module) {
            py::arg("tokens") = 1,
            py::arg("precision") = "32-true",
            py::arg("optimizer") = "AdamW",
+           py::arg("optimizer_state") = "float32",
+           py::arg("master_weights") = "float32",
            py::arg("fused_optimizers") = true,
            py::arg("optimizer_in_backward") = false,
            py::arg("empty_init") = true,

@@ -169,6 +169,8 @@ class TrainingSpec:
         tokens: int = 1,
         precision: str = "32-true",
         optimizer: str = "AdamW",
+        optimizer_state: str = "float32",
+        master_weights: str = "float32",
         fused_optimizers: bool = True,
         optimizer_in_backward: bool | Literal["rows"] = False,
         empty_init: bool = True,

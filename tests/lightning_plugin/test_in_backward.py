@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_plugin.scripts.plugin_models import (
     FeedForward,
     Model,
@@ -90,6 +91,50 @@ def test_fabric_matches_optimizer_step(rank: int, world_size: int) -> None:
         assert_same_weights(result, results[0])
 
 
+@on_ranks(2, keeps_groups=True)
+@pytest.mark.parametrize(
+    "settings", [{"accumulate_grad_batches": 2}, {"callbacks": [GradientAccumulationScheduler({0: 5})]}]
+)
+def test_accumulates_over_batches(rank: int, world_size: int, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The 6 batches of an epoch leave a remainder, with which the Trainer steps, too."""
+    set_torchrun_environment(rank, world_size)
+    for options in ({"layout": "tp2"}, {"layout": "dp2"}, {"layout": "dp2", "zero_stage": 0}):
+        results = []
+        for in_backward in (False, True, "rows") if options["layout"] == "tp2" else (False, True):
+            model = Model(optimizer="sgd")
+            strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward=in_backward, **options)
+            run = trainer(world_size, strategy, tmp_path, max_epochs=2, **settings)
+            run.fit(model, loader())
+            results.append((run.global_step, weights(model)))
+        for num_steps, result in results[1:]:
+            assert num_steps == results[0][0] == (6 if "callbacks" not in settings else 2 * -(-len(loader()) // 5))
+            assert_same_weights(result, results[0][1])
+
+
+@on_ranks(2)
+def test_fabric_accumulates(rank: int, world_size: int) -> None:
+    set_torchrun_environment(rank, world_size)
+    results = []
+    for in_backward in (False, True, "rows"):
+        strategy = FabricStrategy(plan="auto", optimizer_in_backward=in_backward)
+        fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+        fabric.launch()
+        torch.manual_seed(2)
+        model = fabric.setup(FeedForward())
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for idx, batch in enumerate(fixed_data().split(4)):
+            with fabric.no_backward_sync(model, enabled=idx % 3 != 2):
+                fabric.backward((model(batch) - batch).square().mean())
+            is_stepped = bool(in_backward) and idx % 3 == 2
+            assert all((parameter.grad is None) == is_stepped for parameter in model.parameters())
+            if idx % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(weights(model.module))
+    for result in results[1:]:
+        assert_same_weights(result, results[0])
+
+
 @on_ranks(2)
 def test_rows_require_fused_tensor_parallel_mlps(rank: int, world_size: int, tmp_path: Path) -> None:
     set_torchrun_environment(rank, world_size)
@@ -134,7 +179,6 @@ class UnsupportedOptimizer(Model):
 @pytest.mark.parametrize(
     ("model", "settings", "reason"),
     [
-        (Model, {"accumulate_grad_batches": 2}, "accumulates gradients over 2 batches"),
         (Model, {"gradient_clip_val": 0.5}, r"clips gradients by their norm \(gradient_clip_val=0\.5\)"),
         (Model, {"callbacks": [AfterBackward()]}, "the callback AfterBackward overrides on_after_backward"),
         (OwnStep, {}, "OwnStep overrides optimizer_step"),

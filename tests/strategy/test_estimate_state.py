@@ -134,6 +134,39 @@ def test_predicted_stages_match_training(rank: int, world_size: int, family: str
     _check_pipeline(rank, family, "pp2", [cut])
 
 
+LOW_PRECISION: dict[str, dict[str, Any]] = {
+    "int8": {"optimizer_state": "int8"},
+    "split8": {"optimizer_state": "int8", "master_weights": "split8", "precision": "bf16-mixed"},
+    "bf16-true": {"optimizer_state": "bfloat16", "master_weights": "split", "precision": "bf16-true"},
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_predicted_low_precision_states_match_training(rank: int, world_size: int, layout: str) -> None:
+    """Matrices with at least 4096 elements, and smaller ones; rows with several blocks."""
+    from weft.strategy import fuse
+
+    config = {**MODELS["gpt2"], "n_embd": 68}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "gpt2", config)
+        for name, options in LOW_PRECISION.items():
+            predicted = _estimate(rank, "gpt2", layout=layout, **options).phases
+            model = _model("gpt2")
+            if name == "bf16-true":
+                model.to(torch.bfloat16)
+            axis = {"tp2": "tensor_parallel", "dp2": "data_parallel"}[layout]
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+            weft.parallelize(model, mesh, "auto") if layout == "tp2" else apply_fsdp(model, mesh)
+            optimizer = torch.optim.AdamW(model.parameters())
+            given = {key: options[key] for key in ("optimizer_state", "master_weights") if key in options}
+            fuse(optimizer, model, **given)
+            with torch.autocast("cpu", torch.bfloat16, enabled=name == "split8"):
+                model(input_ids=_tokens(), labels=_tokens()).loss.backward()
+            optimizer.step()
+            assert predicted["step"] == _state_bytes(model, optimizer), name
+
+
 @on_ranks(4)
 def test_predicted_stages_on_several_axes_match_training(rank: int, world_size: int) -> None:
     for layout in ("pp2,tp2", "pp2,dp2"):

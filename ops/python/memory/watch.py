@@ -91,9 +91,10 @@ class Watch:
 
     def _tag_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Tag the optimizer's states if a step has created new ones: a parameter's first step creates its states."""
-        if len(optimizer.state) == self._num_states[optimizer]:
+        num_states = sum(map(len, optimizer.state.values()))
+        if num_states == self._num_states[optimizer]:
             return
-        self._num_states[optimizer] = len(optimizer.state)
+        self._num_states[optimizer] = num_states
         states = tree_leaves(list(optimizer.state.values()))
         tag((state for state in states if isinstance(state, torch.Tensor)), "optimizer_state")
 

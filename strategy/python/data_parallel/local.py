@@ -20,7 +20,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 def shard_like(full: Tensor, like: DTensor) -> DTensor:
     """Return a full value, equal on all ranks, as a DTensor sharded like `like`; copies this rank's shard."""
     shard = full
-    for axis in _sharding_order(like.placements):
+    for axis in sharding_order(like.placements):
         placement: Any = like.placements[axis]
         if not placement.is_replicate():
             mesh, dim = like.device_mesh, placement.dim
@@ -31,7 +31,7 @@ def shard_like(full: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def _sharding_order(placements: tuple[Placement, ...]) -> list[int]:
+def sharding_order(placements: tuple[Placement, ...]) -> list[int]:
     """Return the mesh's axes in the order in which they shard a tensor.
 
     The order is outer to inner; but an axis over which FSDP2 shards existing shards (`_StridedShard`) comes last.

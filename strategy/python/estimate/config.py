@@ -22,6 +22,8 @@ _KEYS = (
     "plan",
     "precision",
     "optimizer",
+    "optimizer_state",
+    "master_weights",
     "fused_optimizers",
     "optimizer_in_backward",
     "empty_init",

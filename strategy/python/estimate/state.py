@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,8 @@ from weft.strategy import _plan
 from weft.strategy.apply import parameter_dims
 from weft.strategy.estimate.config import PIPELINE_AXIS, Training, axis_size
 from weft.strategy.estimate.stages import schedule_of
+from weft.strategy.optimizers.low_precision import LOW_DTYPES, StateFormat, is_small
+from weft.strategy.optimizers.state_shards import scale_shape
 from weft.strategy.pipeline.auto_cuts import AutoCuts, num_stages_of
 from weft.strategy.pipeline.choose import choose_cuts
 from weft.strategy.pipeline.staged_model import StagedModel
@@ -169,25 +171,33 @@ class _Shards:
     dp_size: int
     trunk_parameters: set[int]
 
-    def num_elements(self, parameter: nn.Parameter) -> int:
-        """Return the number of elements on the rank, with FSDP2's padding."""
+    def shape(self, parameter: nn.Parameter) -> list[int]:
+        """Return the shape of the shard on the rank, with FSDP2's padding."""
         shape = list(parameter.shape)
         dim = self.dims.get(id(parameter))
         if dim is not None:
             shape[dim] = _plan.shard_range(shape[dim], self.tp_size, self.tp_rank)[1]
         if shape and id(parameter) not in self.trunk_parameters:  # FSDP2 pads every rank's rows to those of the first
             shape[0] = -(-shape[0] // self.dp_size)
-        return math.prod(shape)
+        return shape
 
 
 class _Costs:
-    """The bytes of a parameter by category, from the memory model: some for each element, some for each parameter."""
+    """The bytes of a parameter by category, from the memory model: some for each element, some for each parameter.
+
+    Those of low-precision states and split weights depend on the parameter's shape, and are computed here.
+    """
 
     def __init__(self, training: Training) -> None:
         first, second = (self._parameter_bytes(training, num_elements) for num_elements in (1, 2))
         self._per_element = {name: second[name] - first[name] for name in _CATEGORIES}
         self._per_parameter = {name: first[name] - self._per_element[name] for name in _CATEGORIES}
         self.element_bytes = self._per_element["parameters"]
+        options = training.options
+        states, weights = (options.get(name, "float32") for name in ("optimizer_state", "master_weights"))
+        self._format = StateFormat(states, weights)
+        self._num_moments = self._per_element["optimizer_state"] // 4  # the measured parameters are small
+        self._splits_small = options.get("precision") == "bf16-true" or axis_size(training.mesh, "data_parallel") > 1
 
     @staticmethod
     def _parameter_bytes(training: Training, num_elements: int) -> dict[str, int]:
@@ -196,21 +206,42 @@ class _Costs:
         spec = training.spec(model, _plan.Mesh(), activation_checkpointing="none")
         return {name: size // 2 for name, size in spec.predict(0)["step"].items()}
 
-    def num_bytes(self, category: str, num_elements: int) -> int:
-        """Return the bytes of one parameter with this number of elements."""
+    def num_bytes(self, category: str, parameter: nn.Parameter, shape: Sequence[int]) -> int:
+        """Return the bytes of a rank's shard, of this shape, of a parameter."""
+        num_elements = math.prod(shape)
+        if not self._format.is_usual:
+            element_bytes, state_bytes = self._low_precision_bytes(parameter, shape)
+            if category == "optimizer_state":
+                return state_bytes + self._per_parameter[category]
+            has_any = self._per_element[category] > 0  # gradients are not kept by steps in the backward
+            return num_elements * element_bytes if has_any else 0
         return self._per_element[category] * num_elements + self._per_parameter[category]
+
+    def _low_precision_bytes(self, parameter: nn.Parameter, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the bytes of an element of a parameter, and the bytes of the states of a shard."""
+        num_elements = math.prod(shape)
+        low_dtype = LOW_DTYPES[self._format.weights]
+        is_split = low_dtype is not None and (self._splits_small or not is_small(parameter))
+        state_dtype = self._format.state_dtype(parameter)
+        moment = num_elements * state_dtype.itemsize
+        if state_dtype == torch.int8:
+            moment += math.prod(scale_shape(tuple(shape))) * 4 if num_elements else 0
+        states = self._num_moments * moment
+        if low_dtype is not None and is_split:
+            states += num_elements * low_dtype.itemsize
+        return 2 if is_split else self.element_bytes, states
 
 
 def _usage(model: nn.Module, shards: _Shards, costs: _Costs) -> dict[str, int]:
     usage = dict.fromkeys(_CATEGORIES, 0)
     for parameter in model.parameters():
-        num_elements = shards.num_elements(parameter)
+        shape = shards.shape(parameter)
         if parameter.is_floating_point():
-            usage["parameters"] += costs.num_bytes("parameters", num_elements)
+            usage["parameters"] += costs.num_bytes("parameters", parameter, shape)
         else:
-            usage["parameters"] += num_elements * parameter.element_size()
+            usage["parameters"] += math.prod(shape) * parameter.element_size()
         for name in ("gradients", "optimizer_state") if parameter.requires_grad else ():
-            usage[name] += costs.num_bytes(name, num_elements)
+            usage[name] += costs.num_bytes(name, parameter, shape)
     usage["parameters"] += sum(_buffer_bytes(buffer, costs.element_bytes) for buffer in model.buffers())
     return usage
 

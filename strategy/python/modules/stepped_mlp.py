@@ -62,6 +62,8 @@ class SteppedMlp:
             usual.
         transposed: for each weight, whether it is stored as `[in, out]`.
         step_rows: steps a weight.
+
+    is_paused: whether gradients are accumulated, and no weight may be stepped.
     """
 
     def __init__(self, weights: Sequence[Tensor | None], transposed: Sequence[bool], step_rows: StepRows) -> None:
@@ -70,6 +72,7 @@ class SteppedMlp:
         self._step_rows = step_rows
         self._due_calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # those that have not had their backward
         self.has_ended = False
+        self.is_paused = False
 
     def call(self, operator: Callable[[], Tensor], parameters: Sequence[Tensor | None]) -> Tensor:
         """Call the operator, whose backward steps the weights.
@@ -94,7 +97,7 @@ class SteppedMlp:
     def can_step(self, index: int) -> bool:
         """Return whether a weight may be stepped by rows now: it has no gradient yet, and no hook that needs one."""
         weight = self._weights[index]
-        if weight is None or self.has_ended or weight.grad is not None or weight._backward_hooks:
+        if weight is None or self.has_ended or self.is_paused or weight.grad is not None or weight._backward_hooks:
             return False
         hooks: Iterable[Any] = (getattr(weight, "_post_accumulate_grad_hooks", None) or {}).values()
         return all((getattr(hook, "__module__", None) or "").startswith(_HARMLESS_HOOKS) for hook in hooks)
@@ -169,6 +172,12 @@ def step_mlps_by_rows(
             module.__dict__[_KEY] = SteppedMlp([*steppable, *[None] * missing], transposed, step_rows)
             found[module] = [names[id(weight)] for weight in steppable if weight is not None]
     return found
+
+
+def pause_stepping(modules: Iterable[nn.Module], is_paused: bool) -> None:
+    """Make MLPs that step their weights return the gradients, or step again."""
+    for module in modules:
+        module.__dict__[_KEY].is_paused = is_paused
 
 
 def stop_stepping(modules: Iterable[nn.Module]) -> None:

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map
 
+from weft.strategy.optimizers.low_precision import StateFormat, use_low_precision
+
 # Exactly these classes (a subclass may do anything in its step), with the devices that have a fused kernel.
 _DEVICES = {
     Adam: ("cpu", "cuda"),
@@ -54,18 +56,37 @@ for _name in ("aten::_fused_sgd_", "aten::_fused_adagrad_", "aten::_fused_adam_"
     torch.library.register_torch_dispatch(_name, DTensor, _on_local_tensors)
 
 
-def fuse(optimizer: Optimizer, model: nn.Module | None = None) -> str | None:
-    """Make an optimizer of torch use its fused kernels from its next step on.
+def fuse(
+    optimizer: Optimizer,
+    model: nn.Module | None = None,
+    *,
+    optimizer_state: str = "float32",
+    master_weights: str = "float32",
+) -> str | None:
+    """Make an optimizer of torch use fused kernels from its next step on.
 
     The optimizer stays fused after loading a state or adding parameter groups. Results differ only by rounding.
 
     Args:
         optimizer: changed in place, if possible.
-        model: the model of its parameters, examined for sparse gradients.
+        model: the model of its parameters, examined for sparse gradients; it also names the parameters.
+        optimizer_state: "float32": the states that torch has, and torch's kernels. "bfloat16" or "int8": Adam, AdamW
+            and SGD with momentum have states with 2 bytes or 1 byte for each element, and a kernel of weft; see
+            `weft.strategy.optimizers.low_precision`.
+        master_weights: "float32": weights keep their dtype. "split": float32 weights become bfloat16, and their other
+            16 bits are a state of the optimizer; steps are those of float32 weights to the bit. "split8": 8 of these
+            bits are kept, so that weights have 24 bits.
 
     Returns:
         None if the optimizer is fused, else the reason why it is not, in a few words.
+
+    Raises:
+        ValueError: an optimizer that has no such states.
     """
+    state_format = StateFormat(optimizer_state, master_weights)
+    if not state_format.is_usual:
+        use_low_precision(optimizer, model, state_format)
+        return None
     if all(group.get("fused") for group in optimizer.param_groups):
         return None
     if (why_not := _why_not_fused(optimizer, model)) is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from weft.strategy.modules.stepped_mlp import step_mlps_by_rows, stop_stepping
+from weft.strategy.modules.stepped_mlp import pause_stepping, step_mlps_by_rows, stop_stepping
+from weft.strategy.optimizers.low_precision import LowPrecisionOptimizer
 from weft.strategy.optimizers.row_steps import RowSteps
 
 # Exactly these classes: the step of a parameter does not depend on other parameters.
@@ -19,7 +21,7 @@ _CLASSES = (Adam, AdamW, SGD)
 
 def why_not_in_backward(optimizer: Optimizer) -> str | None:
     """Return why an optimizer cannot step inside the backward; None if it can."""
-    if type(optimizer) not in _CLASSES:
+    if type(optimizer) not in _CLASSES and not isinstance(optimizer, LowPrecisionOptimizer):
         names = ", ".join(cls.__name__ for cls in _CLASSES)
         name = type(optimizer).__name__
         return f"the optimizer is of class {name}, and only {names} are known to step each parameter alone"
@@ -37,10 +39,11 @@ class StepInBackward:
     the backward, gets its full gradient and is stepped like other parameters.
 
     The optimizer object stays the user's: the options of its groups are read at each step, and its state stays in it.
-    Its `step()` must still be called after each backward; the call finds no gradients, and allows the next backward.
+    Its `step()` must still be called after each backward outside of `accumulating()`; the call finds no gradients, and
+    allows the next backward.
 
     Raises, in a backward:
-        RuntimeError: a second backward before `step()`, which would accumulate gradients; a backward inside another
+        RuntimeError: a second backward before `step()`, outside of `accumulating()`; a backward inside another
             one, as reentrant checkpointing runs it; or another gradient of a weight whose rows are updated already,
             from a use of the weight outside of its MLP.
         NotImplementedError: with `by_rows`, a backward with create_graph=True.
@@ -83,6 +86,7 @@ class StepInBackward:
                 f"optimizer_in_backward: {num_unknown} parameters of the optimizer are not of the model; create the "
                 "optimizer with the model's parameters, after parallelize."
             )
+        self._is_accumulating = False
         self._stepped: list[Tensor] = []
         self._stepped_by_rows: set[Tensor] = set()
         self._backward: int | None = None  # autograd's id of the backward that has stepped parameters
@@ -110,6 +114,20 @@ class StepInBackward:
         """Return the names of the weights that their MLPs step, until `remove()`."""
         return [name for names in self._mlps.values() for name in names]
 
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Inside, backwards accumulate gradients in `grad`; the next backward outside adds its own, and steps.
+
+        Weights that are stepped by rows get full gradients then, like all others.
+        """
+        before, self._is_accumulating = self._is_accumulating, True
+        pause_stepping(self._mlps, True)
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+            pause_stepping(self._mlps, before)
+
     def remove(self) -> None:
         """Stop stepping in backwards; the optimizer steps in `step()` again."""
         stop_stepping(self._mlps)
@@ -119,7 +137,7 @@ class StepInBackward:
         self._handles.clear()
 
     def _step_full(self, parameter: Tensor) -> None:
-        if parameter.grad is None:  # torch also calls this if nothing was accumulated
+        if parameter.grad is None or self._is_accumulating:  # torch also calls this if nothing was accumulated
             return
         self._check_once(parameter)
         if self._before_step is not None:
@@ -151,8 +169,8 @@ class StepInBackward:
             raise RuntimeError(
                 f"optimizer_in_backward: '{self._names.get(parameter, '?')}' got a gradient from a second backward "
                 f"after {len(self._stepped)} parameters had already been updated: call the optimizer's step() after "
-                "each backward, without gradient accumulation or reentrant checkpointing (use_reentrant=False), or "
-                "pass optimizer_in_backward=False."
+                "each backward, accumulate gradients inside of accumulating(), use checkpoints with "
+                "use_reentrant=False, or pass optimizer_in_backward=False."
             )
         if parameter in self._stepped_by_rows:
             raise RuntimeError(

@@ -11,13 +11,14 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from weft.strategy import _plan
 from weft.strategy.data_parallel.local import local_shard
+from weft.strategy.optimizers.low_precision import LowPrecisionOptimizer
 
 # Optimizers whose elementwise states begin as zeros; the momentum of SGD begins as the first gradient.
 _FROM_ZERO = (Adam, AdamW)
 
 
 class RowSteps:
-    """Steps weights in blocks of rows, by an optimizer that updates each element alone (Adam, AdamW, SGD).
+    """Steps weights in blocks of rows, by an optimizer that updates each row alone (Adam, AdamW, SGD).
 
     `optimizer.state` ends up as after a step of the full weight.
 
@@ -53,16 +54,17 @@ class RowSteps:
         rows_at_once = self.rows_per_block(weight)
         buffer = torch.empty(min(rows_at_once, num_rows), num_columns, dtype=left.dtype, device=weight.device)
         before = self._states_before(parameter, weight)
-        after: dict[str, Any] = {name: value for name, value in before.items() if _is_elementwise(value, weight)}
+        after: dict[str, Any] = {name: value for name, value in before.items() if _has_rows(value, weight)}
         for first in range(0, max(1, num_rows), rows_at_once):  # a rank without rows also counts its steps
             rows = weight[first : first + rows_at_once]
             gradient = torch.mm(left[:, first : first + len(rows)].t(), right, out=buffer[: len(rows)])
             rows.grad = gradient.to(rows.dtype)
             if self._before_step is not None:
                 self._before_step(rows)
-            states = {name: _rows_of(value, weight, first, len(rows)) for name, value in before.items()}
-            for name, value in self._step_rows(parameter, rows, states).items():
-                if not _is_elementwise(value, rows):
+            shares = isinstance(self._optimizer, LowPrecisionOptimizer)
+            states = {name: _rows_of(value, weight, first, len(rows), shares) for name, value in before.items()}
+            for name, value in self._step_rows(parameter, rows, first, states).items():
+                if not _has_rows(value, rows):
                     after[name] = value
                 elif name not in before:
                     if name not in after:
@@ -77,24 +79,31 @@ class RowSteps:
         SGD has none before its first step.
         """
         states = {name: value for name, value in self._optimizer.state.get(parameter, {}).items() if value is not None}
+        if isinstance(self._optimizer, LowPrecisionOptimizer):
+            return states if "step" in states else {**states, **self._optimizer.initial_states(parameter)}
         if states or not isinstance(self._optimizer, _FROM_ZERO):
             return states
         number = weight.new_zeros(1, 1)  # stepping it once shows which states the optimizer keeps
         number.grad = torch.zeros_like(number)
-        made = self._step_rows(parameter, number, {})
+        made = self._step_rows(parameter, number, 0, {})
         return {
-            name: torch.zeros_like(parameter) if _is_elementwise(value, number) else torch.zeros_like(value)
+            name: torch.zeros_like(parameter) if _has_rows(value, number) else torch.zeros_like(value)
             for name, value in made.items()
         }
 
-    def _step_rows(self, parameter: Tensor, rows: Tensor, states: dict[str, Any]) -> dict[str, Any]:
-        """Step some rows; return their states."""
+    def _step_rows(self, parameter: Tensor, rows: Tensor, first: int, states: dict[str, Any]) -> dict[str, Any]:
+        """Step some rows, the first of which is row `first` of the local shard; return their states."""
+        optimizer = self._optimizer
         if states:
-            self._optimizer.state[rows] = states
+            optimizer.state[rows] = states
+        if isinstance(optimizer, LowPrecisionOptimizer):
+            optimizer.begin_rows(rows, parameter, first)
         try:
             self._step(parameter, rows)
         finally:
-            states = self._optimizer.state.pop(rows, {})
+            states = optimizer.state.pop(rows, {})
+            if isinstance(optimizer, LowPrecisionOptimizer):
+                optimizer.end_rows(rows)
         return states
 
 
@@ -105,13 +114,16 @@ def rows_per_block(weight: Tensor) -> int:
     return _plan.rows_per_block(device, num_rows, num_columns * weight.element_size())
 
 
-def _is_elementwise(value: object, weight: Tensor) -> bool:
-    """Return whether a state has an entry for each element of a weight, or of rows of it."""
-    return isinstance(value, Tensor) and local_shard(value).shape == weight.shape
+def _has_rows(value: object, weight: Tensor) -> bool:
+    """Return whether a state has a row for each row of a weight: entries for its elements, or scales of its blocks."""
+    if not isinstance(value, Tensor):
+        return False
+    local = local_shard(value)
+    return local.dim() == weight.dim() and len(local) == len(weight)
 
 
-def _rows_of(value: Any, weight: Tensor, first: int, num_rows: int) -> Any:
-    """Return the state of some rows: a view if there is an entry for each element, else a copy."""
-    if _is_elementwise(value, weight):
+def _rows_of(value: Any, weight: Tensor, first: int, num_rows: int, shares: bool) -> Any:
+    """Return the state of some rows: a view if the state has these rows, else a copy, or itself if `shares`."""
+    if _has_rows(value, weight):
         return local_shard(value)[first : first + num_rows]
-    return value.clone() if isinstance(value, Tensor) else value
+    return value.clone() if isinstance(value, Tensor) and not shares else value

@@ -13,6 +13,9 @@ namespace {
 // The most bytes of each of a rank's two staging buffers in the shared-memory backend.
 constexpr int64_t kMaxStagingBytes = int64_t{1} << 20;
 constexpr int64_t kPageBytes = 4096;
+// The same numbers as in weft.strategy.optimizers.low_precision.
+constexpr int64_t kMinElements = 4096;   // smaller parameters have float32 states
+constexpr int64_t kBlockElements = 256;  // of a row of codes that share a scale
 
 int64_t to_pages(int64_t num_bytes) {
   return (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
@@ -63,8 +66,12 @@ RankMemory::RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& 
       tp_size_(axis_size(spec.mesh, "tensor_parallel")),
       dp_size_(axis_size(spec.mesh, "data_parallel")),
       activation_bytes_(spec.precision == Precision::k32True ? 4 : 2),
-      wide_bytes_(spec.precision == Precision::kHalfTrue ? 2 : 4),
-      parameter_bytes_(spec.precision == Precision::kHalfTrue ? 2 : 4) {
+      // Embeddings with split weights make the residual stream bfloat16.
+      wide_bytes_(spec.precision == Precision::kHalfTrue ||
+                          spec.weights != WeightFormat::kLikePrecision
+                      ? 2
+                      : 4),
+      initial_bytes_(spec.precision == Precision::kHalfTrue ? 2 : 4) {
   const int64_t tp_rank = coordinate(spec.mesh, "tensor_parallel", global_rank);
   int64_t num_units = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -98,18 +105,56 @@ const ModuleStyle& RankMemory::style(const std::string& module) const {
   return found == styles_.end() ? kNone : found->second;
 }
 
+bool RankMemory::is_small(std::size_t idx) const {
+  const auto& shape = parameters_[idx].shape;
+  return shape.size() < 2 || num_elements(shape) < kMinElements;
+}
+
+bool RankMemory::is_split(std::size_t idx) const {
+  return spec_.weights != WeightFormat::kLikePrecision &&
+         (initial_bytes_ == 2 || dp_size_ > 1 || !is_small(idx));
+}
+
+int64_t RankMemory::element_bytes(std::size_t idx) const {
+  return has_split_weights_ && is_split(idx) ? 2 : initial_bytes_;
+}
+
 // FSDP2 pads every rank's shard to the number of rows of the first.
-int64_t RankMemory::local_bytes(std::size_t idx) const {
+int64_t RankMemory::local_elements(std::size_t idx) const {
   const auto& shape = shapes_[idx];
-  if (dp_size_ == 1) {
-    return num_elements(shape) * parameter_bytes_;
+  if (dp_size_ == 1 || shape.front() == 0) {
+    return num_elements(shape);
   }
   const int64_t rows = (shape.front() + dp_size_ - 1) / dp_size_;
-  return shape.front() == 0 ? 0 : num_elements(shape) / shape.front() * rows * parameter_bytes_;
+  return num_elements(shape) / shape.front() * rows;
+}
+
+int64_t RankMemory::moment_bytes(std::size_t idx) const {
+  const int64_t num = local_elements(idx);
+  if (spec_.states == StateFormat::kLikeParameters) {
+    return num * element_bytes(idx);
+  }
+  if (spec_.states == StateFormat::kFloat32 || is_small(idx)) {
+    return num * 4;
+  }
+  if (spec_.states == StateFormat::kBFloat16) {
+    return num * 2;
+  }
+  const auto& shape = shapes_[idx];
+  if (num == 0) {
+    return 0;
+  }
+  const int64_t columns = num_elements(shape) / shape.front();
+  const int64_t blocks_of_row = (columns + kBlockElements - 1) / kBlockElements;
+  return num + num / columns * blocks_of_row * 4;
+}
+
+int64_t RankMemory::low_bits_bytes(std::size_t idx) const {
+  return is_split(idx) ? local_elements(idx) * (spec_.weights == WeightFormat::kSplit ? 2 : 1) : 0;
 }
 
 int64_t RankMemory::unsharded_bytes(std::size_t idx) const {
-  return num_elements(shapes_[idx]) * parameter_bytes_;
+  return num_elements(shapes_[idx]) * element_bytes(idx);
 }
 
 int64_t RankMemory::unit_bytes(int64_t unit) const {
@@ -120,10 +165,10 @@ int64_t RankMemory::unit_bytes(int64_t unit) const {
   return num_bytes;
 }
 
-int64_t RankMemory::all_local_bytes() const {
+int64_t RankMemory::bytes_of_copies() const {
   int64_t num_bytes = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    num_bytes += local_bytes(i);
+    num_bytes += element_bytes(i) == 4 ? local_elements(i) * 2 : 0;
   }
   return num_bytes;
 }
@@ -135,7 +180,7 @@ void RankMemory::initialize() {
   if (!spec_.has_deferred_init) {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       unsharded[i] = hold_bytes(MemoryCategory::kParameters,
-                                num_elements(parameters_[i].shape) * parameter_bytes_);
+                                num_elements(parameters_[i].shape) * initial_bytes_);
     }
     if (tp_size_ * dp_size_ == 1) {
       for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -153,11 +198,29 @@ void RankMemory::initialize() {
   }
 }
 
-void RankMemory::make_optimizer_state() {
+void RankMemory::split_weights() {
+  if (spec_.weights == WeightFormat::kLikePrecision) {
+    return;
+  }
+  has_split_weights_ = true;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    parameter_buffers_[i].state = hold_bytes(
-        MemoryCategory::kOptimizerState,
-        num_moments(spec_.optimizer) * local_bytes(i) + step_count_bytes(spec_.optimizer));
+    ParameterBuffers& buffers = parameter_buffers_[i];
+    if (is_split(i)) {
+      buffers.low_bits = hold_bytes(MemoryCategory::kOptimizerState, low_bits_bytes(i));
+    }
+    if (is_split(i) && initial_bytes_ == 4) {
+      buffers.parameter = hold_bytes(MemoryCategory::kParameters, local_bytes(i));
+    }
+  }
+}
+
+void RankMemory::make_optimizer_state() {
+  const bool is_torchs = spec_.states == StateFormat::kLikeParameters;
+  const int64_t count_bytes = is_torchs ? step_count_bytes(spec_.optimizer) : 4;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    parameter_buffers_[i].state =
+        hold_bytes(MemoryCategory::kOptimizerState,
+                   num_moments(spec_.optimizer) * moment_bytes(i) + count_bytes);
   }
 }
 
@@ -183,20 +246,21 @@ void RankMemory::make_mlp_gradients(const std::string& module) {
 }
 
 int64_t RankMemory::rows_at_once(const std::string& module) const {
-  const auto& shape = shapes_[by_module_.at(module).front()];
+  const std::size_t idx = by_module_.at(module).front();
+  const auto& shape = shapes_[idx];
   if (!spec_.steps_by_rows) {
     return shape[0];
   }
-  return std::min(shape[0], rows_per_block(spec_.device, shape[0], shape[1] * parameter_bytes_));
+  return std::min(shape[0], rows_per_block(spec_.device, shape[0], shape[1] * element_bytes(idx)));
 }
 
 void RankMemory::step_by_rows(std::size_t idx) {
   const int64_t num = rows_at_once(parameters_[idx].module) * shapes_[idx][1];
   const Buffer product = scratch(num);
-  const bool is_cast = activation_bytes_ != parameter_bytes_;
+  const bool is_cast = activation_bytes_ != element_bytes(idx);
   const Buffer gradient =
-      is_cast ? hold_bytes(MemoryCategory::kScratch, num * parameter_bytes_) : Buffer();
-  step_temporaries(num * parameter_bytes_);
+      is_cast ? hold_bytes(MemoryCategory::kScratch, num * element_bytes(idx)) : Buffer();
+  step_temporaries(num * element_bytes(idx));
 }
 
 Buffer RankMemory::weight_sized(const std::string& module) {
@@ -228,8 +292,8 @@ void RankMemory::drop_gradients() {
 }
 
 Buffer RankMemory::step_temporaries(int64_t parameter_bytes) {
-  if (spec_.has_fused_optimizer || num_moments(spec_.optimizer) == 0 ||
-      spec_.optimizer == OptimizerKind::kSgdMomentum) {
+  if (spec_.has_fused_optimizer || spec_.states != StateFormat::kLikeParameters ||
+      num_moments(spec_.optimizer) == 0 || spec_.optimizer == OptimizerKind::kSgdMomentum) {
     return {};
   }
   Buffer root = hold_bytes(MemoryCategory::kScratch, parameter_bytes);
@@ -315,13 +379,13 @@ void RankMemory::hold_staging(int64_t first_bytes, int64_t second_bytes) {
 
 void RankMemory::copy_weights() {
   if (spec_.precision == Precision::kHalfMixed) {
-    weight_copies_ = hold_bytes(MemoryCategory::kScratch, all_local_bytes() / 2);
+    weight_copies_ = hold_bytes(MemoryCategory::kScratch, bytes_of_copies());
   }
 }
 
 void RankMemory::copy_gradients() {
   if (spec_.precision == Precision::kHalfMixed) {
-    gradient_copies_ = hold_bytes(MemoryCategory::kScratch, all_local_bytes() / 2);
+    gradient_copies_ = hold_bytes(MemoryCategory::kScratch, bytes_of_copies());
   }
 }
 

@@ -56,6 +56,8 @@ class RankMemory {
 
   // Allocates the parameters: as shards, or full first if initialization is not deferred.
   void initialize();
+  // Splits float32 weights into bfloat16 and lower bits, if the spec has split weights.
+  void split_weights();
   void make_optimizer_state();
 
   // Allocates the gradients of a module's parameters, and steps if the step is in the backward.
@@ -96,16 +98,26 @@ class RankMemory {
     Buffer parameter;
     Buffer gradient;
     Buffer state;
+    Buffer low_bits;
     Buffer unsharded_gradient;  // until its unit's gradients are reduced
   };
 
   [[nodiscard]] MemoryCategory saved_category() const {
     return replayed_ != nullptr ? MemoryCategory::kScratch : MemoryCategory::kSavedActivations;
   }
-  [[nodiscard]] int64_t local_bytes(std::size_t idx) const;      // of the shard on this rank
+  // Whether the states, and without a data_parallel axis the weights, are float32 in any format.
+  [[nodiscard]] bool is_small(std::size_t idx) const;
+  [[nodiscard]] bool is_split(std::size_t idx) const;
+  [[nodiscard]] int64_t element_bytes(std::size_t idx) const;   // of the parameter
+  [[nodiscard]] int64_t local_elements(std::size_t idx) const;  // of the shard on this rank
+  [[nodiscard]] int64_t local_bytes(std::size_t idx) const {
+    return local_elements(idx) * element_bytes(idx);
+  }
+  [[nodiscard]] int64_t moment_bytes(std::size_t idx) const;     // of one of the optimizer's states
+  [[nodiscard]] int64_t low_bits_bytes(std::size_t idx) const;   // of split weights
   [[nodiscard]] int64_t unsharded_bytes(std::size_t idx) const;  // sum of data-parallel shards
   [[nodiscard]] int64_t unit_bytes(int64_t unit) const;
-  [[nodiscard]] int64_t all_local_bytes() const;
+  [[nodiscard]] int64_t bytes_of_copies() const;  // of float32 parameters in half precision
   // Allocates the temporaries of torch's loop for one parameter's step. Returns those that it still
   // holds when the next parameter's step begins.
   Buffer step_temporaries(int64_t parameter_bytes);
@@ -133,7 +145,8 @@ class RankMemory {
   int64_t dp_size_ = 1;
   int64_t activation_bytes_ = 4;
   int64_t wide_bytes_ = 4;
-  int64_t parameter_bytes_ = 4;
+  int64_t initial_bytes_ = 4;       // of an element of a parameter, before weights are split
+  bool has_split_weights_ = false;  // since split_weights()
 };
 
 // Returns the size of an axis, 1 if the mesh does not have it.

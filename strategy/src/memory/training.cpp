@@ -232,6 +232,23 @@ void check_steps_by_rows(const TrainingSpec& spec) {
   }
 }
 
+void check_formats(const TrainingSpec& spec) {
+  const bool has_usual_weights = spec.weights == WeightFormat::kLikePrecision;
+  if (has_usual_weights && spec.states == StateFormat::kLikeParameters) {
+    return;
+  }
+  if (spec.optimizer == OptimizerKind::kSgd || spec.optimizer == OptimizerKind::kAdagrad) {
+    throw std::invalid_argument(
+        "memory: SGD without momentum and Adagrad have no low-precision states; use Adam, AdamW or "
+        "SGD with momentum, or float32 for states and weights");
+  }
+  if (!has_usual_weights && spec.precision == Precision::k32True) {
+    throw std::invalid_argument(
+        "memory: weights are split only with half precision; use precision bf16-mixed or "
+        "bf16-true");
+  }
+}
+
 void check(const TrainingSpec& spec) {
   for (const std::string_view axis : {"pipeline_parallel", "context_parallel"}) {
     if (detail::axis_size(spec.mesh, axis) > 1) {
@@ -249,6 +266,7 @@ void check(const TrainingSpec& spec) {
         "memory: Adagrad does not step inside the backward; use SGD, Adam or AdamW, or step after "
         "it");
   }
+  check_formats(spec);
   if (spec.steps_by_rows) {
     check_steps_by_rows(spec);
   }
@@ -264,6 +282,21 @@ void check(const TrainingSpec& spec) {
   std::visit([&](const auto& model) { check_model(model, spec); }, spec.model);
 }
 
+// Returns the bytes of a state for each element of a large parameter with `parameter_bytes` each.
+double moment_bytes(const TrainingSpec& spec, double parameter_bytes) {
+  switch (spec.states) {
+    case StateFormat::kLikeParameters:
+      return parameter_bytes;
+    case StateFormat::kFloat32:
+      return 4;
+    case StateFormat::kBFloat16:
+      return 2;
+    case StateFormat::kInt8:
+      return 1 + 4.0 / 256;
+  }
+  return 0;
+}
+
 }  // namespace
 
 std::vector<PhaseMemory> predict_memory(const TrainingSpec& spec, int64_t global_rank) {
@@ -272,6 +305,7 @@ std::vector<PhaseMemory> predict_memory(const TrainingSpec& spec, int64_t global
   timeline.begin_phase("init");
   RankMemory memory(spec, global_rank, timeline);
   memory.initialize();
+  memory.split_weights();
   timeline.begin_phase("forward");
   memory.make_optimizer_state();
   if (!spec.steps_in_backward) {
@@ -327,11 +361,14 @@ ParameterCost parameter_cost(const TrainingSpec& spec) {
   for (const auto& parameter : detail::parameters_of(spec.model, {})) {
     cost.num_elements += detail::num_elements(parameter.shape);
   }
-  const double size = spec.precision == Precision::kHalfTrue ? 2 : 4;
-  const double copies = spec.precision == Precision::kHalfMixed ? 4 : 0;
+  const bool is_split = spec.weights != WeightFormat::kLikePrecision;
+  const double size = is_split || spec.precision == Precision::kHalfTrue ? 2 : 4;
+  const double low_bits = !is_split ? 0 : spec.weights == WeightFormat::kSplit ? 2 : 1;
+  const double copies = spec.precision == Precision::kHalfMixed && !is_split ? 4 : 0;
   const double gradient = spec.steps_in_backward ? 0 : size;
+  const auto num_moments = static_cast<double>(detail::num_moments(spec.optimizer));
   cost.bytes_per_element =
-      size + gradient + size * static_cast<double>(detail::num_moments(spec.optimizer)) + copies;
+      size + low_bits + gradient + num_moments * moment_bytes(spec, size) + copies;
   return cost;
 }
 

@@ -55,6 +55,23 @@ enum class Precision {
                // and half-precision copies of weights and of their gradients
 };
 
+// The format of an optimizer's states of a parameter with several dims and at least 4096 elements.
+// The states of other parameters are float32.
+enum class StateFormat {
+  kLikeParameters,  // the dtype of the parameters: torch's optimizers
+  kFloat32,
+  kBFloat16,
+  kInt8,  // 1 byte for each element, and a float32 scale for each block of 256 elements of a row
+};
+
+// The format of weights with several dims and at least 4096 elements; with a data_parallel axis, of
+// all weights.
+enum class WeightFormat {
+  kLikePrecision,
+  kSplit,   // bfloat16, and 2 bytes of lower bits among the optimizer's states
+  kSplit8,  // the same with 1 byte
+};
+
 enum class OptimizerKind { kSgd, kSgdMomentum, kAdam, kAdamW, kAdagrad };
 
 // The activations that each block saves for the backward, which recomputes the others.
@@ -77,6 +94,8 @@ struct TrainingSpec {
   int64_t tokens = 1;        // per sequence; a FeedForwardModel has sequences * tokens rows
   Precision precision = Precision::k32True;
   OptimizerKind optimizer = OptimizerKind::kAdamW;
+  StateFormat states = StateFormat::kLikeParameters;    // not with SGD without momentum, Adagrad
+  WeightFormat weights = WeightFormat::kLikePrecision;  // only with half precision
   bool has_fused_optimizer = true;  // false: torch's loop over parameters (foreach=False)
   bool steps_in_backward = false;   // the optimizer steps each parameter in the backward
   bool steps_by_rows = false;       // in addition, weights of fused MLPs some rows at a time

@@ -1,0 +1,11 @@
+#include "float_codes_loops.h"
+#include "loops.h"
+#include "optimizer_loops.h"
+
+namespace weft::kernels::cpu {
+
+OptimizerLoops optimizer_loops_avx2() {
+  return {run_adam_loops, run_momentum_loops, run_float_codes_loops};
+}
+
+}  // namespace weft::kernels::cpu
