@@ -57,13 +57,14 @@ class StepCheck {
     same_shape(*tensor, "low_bits");
   }
 
-  // `codes`: the dtype of the state's codes.
+  // `codes`: the dtype of the state's codes, int8 or uint8.
   void state(const at::Tensor& values,
              std::string_view name,
              const OptionalTensor& scale,
              std::string_view scale_name,
              at::ScalarType codes) const {
     const auto type = values.scalar_type();
+    const std::string_view codes_name = codes == at::kChar ? "int8" : "uint8";
     TORCH_CHECK_TYPE(type == at::kFloat || type == at::kBFloat16 || type == codes,
                      op_,
                      ": got ",
@@ -71,7 +72,7 @@ class StepCheck {
                      " of dtype ",
                      type,
                      "; pass float32, bfloat16, or ",
-                     codes,
+                     codes_name,
                      " with ",
                      scale_name,
                      ".");
@@ -87,7 +88,7 @@ class StepCheck {
                       "; pass ",
                       scale_name,
                       " with ",
-                      codes,
+                      codes_name,
                       " only.");
     if (!scale.has_value()) return;
     TORCH_CHECK_TYPE(scale->scalar_type() == at::kFloat,

@@ -355,6 +355,46 @@ inline constexpr Operator<"weft::all_to_all",
                                  optional<SymInt> cat_size)>
     all_to_all;
 
+inline constexpr Operator<"weft::adam_step_",
+                          void(const Tensor& parameter,
+                               const Tensor& grad,
+                               const Tensor& exp_avg,
+                               const OptionalTensor& exp_avg_scale,
+                               const Tensor& exp_avg_sq,
+                               const OptionalTensor& exp_avg_sq_scale,
+                               const OptionalTensor& low_bits,
+                               int64_t step,
+                               double lr,
+                               double beta1,
+                               double beta2,
+                               double eps,
+                               double weight_decay,
+                               bool decoupled_weight_decay,
+                               bool maximize,
+                               int64_t seed,
+                               int64_t row,
+                               int64_t column,
+                               int64_t full_columns)>
+    adam_step_;
+inline constexpr Operator<"weft::momentum_step_",
+                          void(const Tensor& parameter,
+                               const Tensor& grad,
+                               const Tensor& momentum_buffer,
+                               const OptionalTensor& momentum_scale,
+                               const OptionalTensor& low_bits,
+                               int64_t step,
+                               double lr,
+                               double momentum,
+                               double dampening,
+                               double weight_decay,
+                               bool nesterov,
+                               bool maximize,
+                               int64_t seed,
+                               int64_t row,
+                               int64_t column,
+                               int64_t full_columns)>
+    momentum_step_;
+
 inline constexpr Operator<"weft::_activation", Tensor(const Tensor& x, string_view activation)>
     activation;
 inline constexpr Operator<"weft::_activation_backward",
