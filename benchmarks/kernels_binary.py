@@ -17,6 +17,8 @@ from kernels_sass import Code, Function, analyse, parse_sass
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # the order of weft::kernels::Activation
 DTYPES = {"float": "float32", "double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
+STATE_FORMATS = ("float32", "bfloat16", "codes")  # the order of weft::kernels::detail::StateFormat
+CODES = {"true": "int8", "false": "uint8"}  # whether codes are signed
 FAMILIES = {"statistics": "cross_entropy_statistics", "gradient": "cross_entropy_gradient"}
 # Packages that contain cuobjdump, and its folder in them.
 PACKAGES = {"nvidia": "cu13/bin", "triton": "backends/nvidia/bin"}
@@ -151,7 +153,8 @@ def kernel_name(demangled: str) -> str:
     """Return a short name: the family, the activation, the dtypes, and x before the number of elements of a pack.
 
     A kernel of elementwise.cuh is named after its operation: 'activation silu bfloat16 x8'. Before x, the norms have k
-    and the number of packs that a thread keeps in registers: 'norm_forward bfloat16 float32 k2 x8'.
+    and the number of packs that a thread keeps in registers: 'norm_forward bfloat16 float32 k2 x8'. Optimizer steps are
+    named after their job and the format of their states: 'adam_step codes x8'.
     """
     text = re.sub(r"\(anonymous namespace\)::|\w+::", "", demangled)
     found = re.match(r"(?:void )?(\w+?)(?:_kernel)?(?:<(.*)>)?\(", text)
@@ -159,14 +162,18 @@ def kernel_name(demangled: str) -> str:
         return text
     words = [FAMILIES.get(found[1], found[1])]
     numbers = []
-    for argument in re.findall(r"\(Activation\)\d+|\w+", found[2] or ""):
+    for argument in re.findall(r"\(\w+\)\d+|\w+", found[2] or ""):
         if argument.endswith("Operation"):
             words[0] = argument.removesuffix("Operation").lower()
+        elif argument.endswith("StepJob"):
+            words[0] = f"{argument.removesuffix('StepJob').lower()}_step"
+        elif argument.startswith("(StateFormat)"):
+            words.append(STATE_FORMATS[int(argument.removeprefix("(StateFormat)"))])
         elif argument.startswith("(Activation)"):
             words.insert(1, ACTIVATIONS[int(argument.removeprefix("(Activation)"))])
         elif argument.isdecimal():
             numbers.append(argument)
         elif not argument.endswith("Job"):
-            words.append(DTYPES.get(argument, argument))
+            words.append({**DTYPES, **CODES}.get(argument, argument))
     marked = [f"{letter}{number}" for letter, number in zip("xk", numbers, strict=False)]
     return " ".join([*words, *reversed(marked)])

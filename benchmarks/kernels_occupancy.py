@@ -33,11 +33,16 @@ LIMITS = {
 # The largest block of each kernel: the constants of kernels/cuda that tests/benchmarks/test_kernels_static.py names.
 THREADS = {
     "activation": 256,
+    "adam_step": 256,
     "cross_entropy_gradient": 256,
     "cross_entropy_statistics": 1024,
+    "dequantize_blocks": 256,
     "dropout": 256,
+    "momentum_step": 256,
     "norm_backward": 512,
     "norm_forward": 512,
+    "quantize_blocks": 256,
+    "split_float": 256,
     "sum_blocks": 1024,
 }
 

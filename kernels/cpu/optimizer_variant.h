@@ -56,7 +56,7 @@ struct StateAccess {
       std::conditional_t<kFormat == Format::kFloat32,
                          float,
                          std::conditional_t<kFormat == Format::kBFloat16, uint16_t, Code>>;
-  static constexpr float kLargestCode = kIsSecond ? detail::kUnsignedCodes : detail::kSignedCodes;
+  static constexpr float kLargestCode = detail::kLargestCode<kIsSecond>;
 
   C10_ALWAYS_INLINE static float load(Value value, [[maybe_unused]] float code_step) {
     if constexpr (kFormat == Format::kFloat32) {

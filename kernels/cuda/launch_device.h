@@ -4,6 +4,7 @@
 #include "cross_entropy_launch.h"
 #include "dropout_launch.h"
 #include "norm_launch.h"
+#include "optimizer_step_launch.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -39,6 +40,18 @@ struct LaunchDevice {
 
   static void run(const detail::DropoutJob& job, c10::Device device) {
     launch_dropout(job, device);
+  }
+
+  static void run(const detail::AdamStepJob& job, c10::Device device) {
+    launch_adam_step(job, device);
+  }
+
+  static void run(const detail::MomentumStepJob& job, c10::Device device) {
+    launch_momentum_step(job, device);
+  }
+
+  static void run(const detail::FloatCodesJob& job, c10::Device device) {
+    launch_float_codes(job, device);
   }
 
   static void run(const detail::NormForwardJob& job, c10::Device device) {

@@ -25,6 +25,8 @@ namespace weft::kernels::detail {
 constexpr int64_t kCodeBlock = 256;  // elements that share a scale
 constexpr float kSignedCodes = 127;
 constexpr float kUnsignedCodes = 255;
+template <bool kIsSecond>  // the second moment, whose codes are unsigned
+constexpr float kLargestCode = kIsSecond ? kUnsignedCodes : kSignedCodes;
 // Magnitudes, a float32's bits without the sign, are signed integers: SSE2 and AVX2 have no
 // comparison of unsigned ones. They are ordered like the numbers, with NaN above infinity.
 constexpr int32_t kInfinity = 0x7F800000;

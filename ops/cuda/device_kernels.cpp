@@ -18,6 +18,12 @@ struct CudaKernels {
   static constexpr auto norm_backward = kernels::cuda::norm_backward;
   static constexpr auto cross_entropy_statistics = kernels::cuda::cross_entropy_statistics;
   static constexpr auto cross_entropy_gradient = kernels::cuda::cross_entropy_gradient;
+  static constexpr auto adam_step = kernels::cuda::adam_step;
+  static constexpr auto momentum_step = kernels::cuda::momentum_step;
+  static constexpr auto split_float = kernels::cuda::split_float;
+  static constexpr auto join_float = kernels::cuda::join_float;
+  static constexpr auto quantize_blocks = kernels::cuda::quantize_blocks;
+  static constexpr auto dequantize_blocks = kernels::cuda::dequantize_blocks;
 };
 
 }  // namespace

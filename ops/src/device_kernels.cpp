@@ -2,8 +2,6 @@
 
 #include "device_kernels.h"
 
-#include "optimizer_adapters.h"
-
 #include <ATen/ops/empty.h>
 
 namespace weft::ops {
@@ -78,11 +76,7 @@ std::tuple<at::Tensor, at::Tensor> gate_up_activation_backward_meta(const at::Te
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(weft, CPU, m) {
-  KernelAdapters<CpuKernels>::register_kernels(m);
-  OptimizerStepAdapters<CpuKernels>::register_steps(m);
-  register_float_codes<CpuKernels>(m);
-}
+TORCH_LIBRARY_IMPL(weft, CPU, m) { KernelAdapters<CpuKernels>::register_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, Meta, m) {
   m.impl("_activation", TORCH_FN(activation_meta));
   m.impl("_activation_backward", TORCH_FN(activation_backward_meta));

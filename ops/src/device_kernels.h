@@ -5,6 +5,7 @@
 // them.
 
 #include "checked_activation.h"
+#include "optimizer_adapters.h"
 
 #include <weft/kernels/activation.h>
 #include <weft/kernels/cross_entropy.h>
@@ -159,6 +160,8 @@ struct KernelAdapters {
     m.impl("_norm_backward", TORCH_FN(norm_backward));
     m.impl("_cross_entropy_statistics", TORCH_FN(cross_entropy_statistics));
     m.impl("_cross_entropy_gradient", TORCH_FN(cross_entropy_gradient));
+    OptimizerStepAdapters<Kernels>::register_steps(m);
+    register_float_codes<Kernels>(m);
   }
 };
 

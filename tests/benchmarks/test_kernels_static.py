@@ -122,6 +122,15 @@ def sass_of(functions: dict[tuple[str, str], str]) -> str:
             "17statistics_kernelIN3c104HalfEEEvNS0_6detail25CrossEntropyStatisticsJobE",
             "cross_entropy_statistics float16",
         ),
+        (
+            "_ZN4weft7kernels4cuda12_GLOBAL__N_121optimizer_step_kernelINS0_6detail11AdamStepJobELNS3_11StateFormatE2ELi8E"
+            "EEvT_",
+            "adam_step codes x8",
+        ),
+        (
+            "_ZN4weft7kernels4cuda12_GLOBAL__N_122quantize_blocks_kernelILb0ELi1EEEvNS0_6detail13FloatCodesJobE",
+            "quantize_blocks uint8 x1",
+        ),
     ],
 )
 def test_mangled_names_become_kernel_names(mangled: str, name: str) -> None:
@@ -185,6 +194,11 @@ def test_occupancy_is_that_of_cuda(
         ("norm_rows.cuh", "kMaxThreads", {"norm_forward", "norm_backward"}),
         ("cross_entropy_launch.cu", "kMaxStatisticsThreads", {"cross_entropy_statistics"}),
         ("cross_entropy_launch.cu", "kGradientThreads", {"cross_entropy_gradient"}),
+        (
+            "code_blocks.cuh",
+            "kCodeThreads",
+            {"adam_step", "momentum_step", "split_float", "quantize_blocks", "dequantize_blocks"},
+        ),
     ],
 )
 def test_threads_are_those_of_the_launches(file: str, constant: str, families: set[str]) -> None:

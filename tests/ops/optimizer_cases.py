@@ -76,8 +76,10 @@ def check_state(before: Case, after: Case, index: int, exact: Tensor) -> None:
     """Check that a new state is the exact one, rounded by the random number that the definition states."""
     state = after.states[index]
     # A bound of the errors of float32, in units of 8 * FLOAT32; terms of different signs may cancel.
-    terms = before.grad.double().abs() + before.full_parameter().abs()
-    error = exact.abs() + (exact.sqrt() * terms if index else before.states[0].double().abs() + terms)
+    decay = 0.0 if before.options.get("decoupled_weight_decay") else before.options["weight_decay"]
+    terms = before.grad.double().abs() + decay * before.full_parameter().abs()
+    kept = before.options["beta1" if before.is_adam else "momentum"] * before.states[0].double().abs()
+    error = exact.abs() + (exact.sqrt() * terms if index else kept + terms)
     error = 8 * FLOAT32 * error
     if state.values.dtype == torch.float32:
         assert ((state.values.double() - exact).abs() <= error).all()

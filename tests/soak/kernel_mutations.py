@@ -23,11 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from soak.mutations import cross_entropy, elementwise, norm, shared
+from soak.mutations import cross_entropy, elementwise, norm, optimizer, shared
 from soak.mutations.emulated_build import ROOT, SUITES, BuildError, EmulatedBuild, launch_files_with
 from soak.mutations.mutation import Mutation
 
-MUTATIONS = [*shared.MUTATIONS, *elementwise.MUTATIONS, *cross_entropy.MUTATIONS, *norm.MUTATIONS]
+MUTATIONS = [*shared.MUTATIONS, *elementwise.MUTATIONS, *cross_entropy.MUTATIONS, *norm.MUTATIONS, *optimizer.MUTATIONS]
 MIN_FOUND = 0.95  # of the mutations that are not equivalent
 
 

@@ -6,6 +6,7 @@
 #include "cuda_emulator.h"
 #include "dropout_launch.h"
 #include "norm_launch.h"
+#include "optimizer_step_launch.h"
 
 #include <c10/util/BFloat16.h>
 #include <gtest/gtest.h>
@@ -175,6 +176,52 @@ TEST_F(LargeArrays, DropoutIsExactBeyond2To32Elements) {
   cuda::launch_dropout(job, kDevice);
   EXPECT_EQ(values_of(y, begin, 48), values_of(last_y, 0, 48));
   EXPECT_NE(values_of(y, begin, 48), std::vector<double>(48, 0.0));
+}
+
+// The last block has 40 elements.
+TEST_F(LargeArrays, MomentumStepIsExactBeyond2To31Elements) {
+  const int64_t size = kTwoTo31 + 2048 + 40;
+  const int64_t begin = size - 40;
+  SparseArray<BFloat16> parameter(size), grad(size);
+  SparseArray<int8_t> codes(size);
+  SparseArray<float> scales(size / 256 + 1);
+  parameter.fill(begin, 40);
+  grad.fill(begin, 40);
+  SparseArray<BFloat16> last_parameter(40);
+  SparseArray<int8_t> last_codes(40);
+  SparseArray<float> last_scale(1);
+  last_parameter.fill(0, 40);
+  detail::MomentumStepJob job{};
+  job.weight_format = detail::WeightFormat::kBFloat16;
+  job.has_bfloat16_grad = true;
+  job.state_format = detail::StateFormat::kCodes;
+  job.num_rows = 1;
+  job.row_size = size;
+  job.full_columns = size;
+  job.seed = 5;
+  job.step = 1;
+  job.parameter = parameter.at(0);
+  job.grad = grad.at(0);
+  job.first = {codes.at(0), scales.at(0)};
+  job.constants = {.grad_sign = 1,
+                   .grad_decay = 0,
+                   .momentum = 0.9F,
+                   .grad_weight = 1,
+                   .lr = 0.1F,
+                   .nesterov = 0,
+                   .is_first = 1};
+  cuda::launch_momentum_step(job, kDevice);
+
+  job.row_size = 40;
+  job.column = begin;
+  job.parameter = last_parameter.at(0);
+  job.grad = grad.at(begin);
+  job.first = {last_codes.at(0), last_scale.at(0)};
+  cuda::launch_momentum_step(job, kDevice);
+  EXPECT_EQ(values_of(parameter, begin, 40), values_of(last_parameter, 0, 40));
+  EXPECT_EQ(values_of(codes, begin, 40), values_of(last_codes, 0, 40));
+  EXPECT_EQ(*scales.at(size / 256), *last_scale.at(0));
+  EXPECT_GT(*last_scale.at(0), 0);
 }
 
 class LargeNorms : public LargeArrays {

@@ -8,9 +8,12 @@
 #include "cuda_emulator.h"
 #include "dropout_entry.h"
 #include "dropout_suite.h"
+#include "float_codes_entry.h"
 #include "launch_device.h"
 #include "norm_entry.h"
 #include "norm_suite.h"
+#include "optimizer_step_entry.h"
+#include "optimizer_step_suite.h"
 
 #include <gtest/gtest.h>
 
@@ -25,6 +28,8 @@ using EmulatedDevice = cuda::LaunchDevice<c10::DeviceType::CPU>;
 using Activations = detail::ActivationEntry<EmulatedDevice>;
 using CrossEntropies = detail::CrossEntropyEntry<EmulatedDevice>;
 using Norms = detail::NormEntry<EmulatedDevice>;
+using OptimizerSteps = detail::OptimizerStepEntry<EmulatedDevice>;
+using FloatCodes = detail::FloatCodesEntry<EmulatedDevice>;
 constexpr auto kDropout = detail::run_dropout<EmulatedDevice>;
 
 class EmulatorOrder : public ::testing::Environment {
@@ -55,6 +60,33 @@ TEST(Emulated, DropoutRaisesWhileAGraphIsCaptured) {
   EXPECT_EQ(kDropout(x, 0.5, 1, {1, 8, 0, 8}).numel(), 8);
 }
 
+// Each replay of a captured graph would make the same step.
+TEST(Emulated, OptimizerStepRaisesWhileAGraphIsCaptured) {
+  const at::Tensor parameter = at::ones({8});
+  const at::Tensor buffer = at::zeros({8});
+  const at::Tensor grad = at::ones({8});
+  const std::optional<at::Tensor> none;
+  const MomentumStep step = {
+      .parameter = parameter,
+      .grad = grad,
+      .momentum_buffer = buffer,
+      .momentum_scale = none,
+      .low_bits = none,
+      .lr = 1,
+      .momentum = 0.5,
+      .dampening = 0,
+      .weight_decay = 0,
+      .nesterov = false,
+      .maximize = false,
+      .place = {.step = 1, .seed = 0, .row = 0, .column = 0, .full_columns = 8}};
+  cuda_emulator::settings().is_capturing = true;
+  EXPECT_THROW(OptimizerSteps::momentum_step(step), c10::Error);
+  cuda_emulator::settings().is_capturing = false;
+  EXPECT_TRUE(at::equal(parameter, at::ones({8})));
+  OptimizerSteps::momentum_step(step);
+  EXPECT_TRUE(at::equal(parameter, at::zeros({8})));
+}
+
 }  // namespace
 
 KernelsUnderTest kernels_under_test() {
@@ -83,6 +115,18 @@ norm::KernelsUnderTest norm::kernels_under_test() {
           .unavailable_reason = "",
           .forward = Norms::forward,
           .backward = Norms::backward};
+}
+
+optimizer::KernelsUnderTest optimizer::kernels_under_test() {
+  return {.device = c10::DeviceType::CPU,
+          .available = true,
+          .unavailable_reason = "",
+          .adam_step = OptimizerSteps::adam_step,
+          .momentum_step = OptimizerSteps::momentum_step,
+          .split_float = FloatCodes::split_float,
+          .join_float = FloatCodes::join_float,
+          .quantize_blocks = FloatCodes::quantize_blocks,
+          .dequantize_blocks = FloatCodes::dequantize_blocks};
 }
 
 dropout::KernelsUnderTest dropout::kernels_under_test() {

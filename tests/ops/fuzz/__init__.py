@@ -1,4 +1,4 @@
-"""Random argument sets for every public operator.
+"""Random argument sets for every public operator with a process group.
 
 To add an operator, write a class and list it below. The point-to-point operators share messages.py instead, which draws
 exchanges for each of them.
@@ -37,3 +37,13 @@ OPERATORS: dict[str, Operator] = {
 }
 
 NAMES = (*OPERATORS, *messages.NAMES)
+# Operators of one process, which change their arguments or convert formats: tests/ops/test_optimizer_draws.py draws
+# their arguments and tests/ops/test_float_codes.py tests the conversions.
+WITHOUT_GROUP = (
+    "adam_step_",
+    "momentum_step_",
+    "split_float",
+    "join_float",
+    "quantize_blocks",
+    "dequantize_blocks",
+)

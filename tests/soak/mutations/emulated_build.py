@@ -19,6 +19,7 @@ TARGET = "tests/cpp/kernels/kernels_emulated_test"
 # The launch files, which are compiled one by one, and filters for their tests. Files that compile faster come first.
 SUITES = {
     "cuda/dropout_launch.cu": "*Dropout*:*Philox*",
+    "cuda/optimizer_step_launch.cu": "*Optimizer*",
     "cuda/cross_entropy_launch.cu": "*CrossEntropy*",
     "cuda/activation_launch.cu": "*Activation*",
     "cuda/norm_launch.cu": "*Norm*",
@@ -27,6 +28,7 @@ SUITES = {
 ORDERS = {
     "cuda/cross_entropy_launch.cu": ["forward", "reverse", "1"],
     "cuda/norm_launch.cu": ["forward", "reverse", "1"],
+    "cuda/optimizer_step_launch.cu": ["forward", "reverse", "1"],
 }
 TEST_SECONDS = 600  # a time limit
 
