@@ -61,7 +61,5 @@ def test_conversions_are_those_of_the_cpu() -> None:
 def test_tensors_of_different_devices_raise() -> None:
     case = make_case("adamw", (4,))
     case.grad = case.grad.cuda()
-    with pytest.raises(
-        ValueError, match="weft::adam_step_: got grad on cuda:0 with parameter on cpu; move them"
-    ):
+    with pytest.raises(ValueError, match="weft::adam_step_: got grad on cuda:0 with parameter on cpu; move them"):
         case.run()
