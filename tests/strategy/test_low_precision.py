@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -18,6 +19,7 @@ import weft
 from support.ranks import on_ranks
 from weft import ops
 from weft.strategy import StepInBackward, fuse
+from weft.strategy.data_parallel import apply_fsdp
 from weft.strategy.data_parallel.local import local_shard
 from weft.strategy.optimizers.low_precision import StateFormat, use_low_precision
 from weft.strategy.optimizers.row_steps import RowSteps
@@ -279,6 +281,36 @@ def test_steps_in_the_backward_have_the_same_bits(rank: int, world_size: int, we
         results.append([local_shard(each) for each in (*model.parameters(), *_by_name(states))])
     for usual, inside in zip(*results, strict=True):
         assert torch.equal(usual, inside)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_policy", [False, True])
+def test_weights_of_fsdp_units_are_split_before_or_after_a_forward(
+    rank: int, world_size: int, has_policy: bool
+) -> None:
+    mesh = dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=("data_parallel",))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    results = []
+    for runs_before in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.LayerNorm(64), _Mlp())
+        apply_fsdp(model, mesh, mp_policy=policy)
+        if runs_before:
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.ones(5, 64)).float().sum().backward()
+            model.zero_grad()
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        fuse(optimizer, model, optimizer_state="int8", master_weights="split")
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        for step in range(NUM_STEPS):
+            x = torch.randn(5, 64, generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", torch.bfloat16):
+                model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([local_shard(each) for each in model.parameters()])
+    for before, after in zip(*results, strict=True):
+        assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

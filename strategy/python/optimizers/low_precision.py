@@ -371,11 +371,14 @@ def _check(optimizer: Optimizer) -> None:
 def _update_unit(unit: FSDPModule) -> None:
     """Make FSDP2 use the new local shards of a unit, and their dtype."""
     state: Any = unit._get_fsdp_state()
-    for group in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group]):  # a list since torch 2.12
+    # Newer versions of torch have several groups in a unit, and a policy for each parameter.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    for group in groups:
         for fsdp_param in [] if group is None else group.fsdp_params:
             fsdp_param.reset_sharded_param()
             if hasattr(fsdp_param, "orig_dtype"):  # FSDP2 has prepared the unit for its first forward already
-                fsdp_param.init_dtype_attrs(group.mp_policy)
+                own = fsdp_param if hasattr(fsdp_param, "mp_policy") else group
+                fsdp_param.init_dtype_attrs(own.mp_policy)
 
 
 def _unwrapped(name: str) -> str:
