@@ -369,16 +369,19 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _update_unit(unit: FSDPModule) -> None:
-    """Make FSDP2 use the new local shards of a unit, and their dtype."""
+    """Make FSDP2 gather the new local shards of a unit in their dtype, also if it has gathered the old ones before."""
+    unit.reshard()
     state: Any = unit._get_fsdp_state()
-    # Newer versions of torch have several groups in a unit, and a policy for each parameter.
+    # Newer versions of torch have several groups in a unit.
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     for group in groups:
-        for fsdp_param in [] if group is None else group.fsdp_params:
+        if group is None:
+            continue
+        for fsdp_param in group.fsdp_params:
             fsdp_param.reset_sharded_param()
-            if hasattr(fsdp_param, "orig_dtype"):  # FSDP2 has prepared the unit for its first forward already
-                own = fsdp_param if hasattr(fsdp_param, "mp_policy") else group
-                fsdp_param.init_dtype_attrs(own.mp_policy)
+            fsdp_param.all_gather_outputs = []
+            vars(fsdp_param).pop("_unsharded_param", None)
+        group._init_mp_dtypes()
 
 
 def _unwrapped(name: str) -> str:

@@ -38,7 +38,7 @@ TEST(OptimizerStepInstructionSets, AgreeWithEachOther) {
         SCOPED_TRACE(set.name);
         const auto actual = start.copy_on(at::kCPU);
         const auto job = detail::adam_step_job(actual.adam(place, true));
-        set.loops.adam_step(job, 0, job.num_rows * job.blocks_per_row());
+        set.loops.optimizer.adam_step(job, 0, job.num_rows * job.blocks_per_row());
         const auto left = actual.changed();
         const auto right = expected.changed();
         for (std::size_t i = 0; i < left.size(); ++i) {
