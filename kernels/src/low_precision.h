@@ -110,11 +110,11 @@ struct SplitFloat {
 C10_HOST_DEVICE C10_ALWAYS_INLINE SplitFloat split(float x, bool is_narrow) {
   const auto bits = std::bit_cast<uint32_t>(x);
   const uint32_t rounded = (bits + 0x7FU + ((bits >> 8) & 1U)) & ~0xFFU;
-  const uint32_t kept = is_narrow ? rounded : bits;
-  const bool is_nan = magnitude(bits) > kInfinity;
-  const uint32_t high = is_nan ? upper_of_nan(bits) : (kept + 0x8000U) >> 16;
-  const uint32_t low = is_nan ? 0 : kept - (high << 16);
-  return {static_cast<uint16_t>(high), static_cast<int16_t>(low)};
+  const uint32_t number = is_narrow ? rounded : bits;
+  // A NaN without lower bits.
+  const uint32_t kept = magnitude(bits) > kInfinity ? upper_of_nan(bits) << 16 : number;
+  // low = kept - (high << 16) is the lower half of kept as a signed number.
+  return {static_cast<uint16_t>((kept + 0x8000U) >> 16), static_cast<int16_t>(kept)};
 }
 
 C10_HOST_DEVICE C10_ALWAYS_INLINE float join(uint16_t high, int32_t low) {
