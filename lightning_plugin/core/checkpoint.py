@@ -183,7 +183,7 @@ def target_of_model(
     checkpoint: Checkpoint, key: str, model: torch.nn.Module, optimizers: Iterable[Optimizer]
 ) -> dict[str, Any]:
     """Return the model's state, into which the entry `key` of a checkpoint is loaded."""
-    from weft.strategy.optimizers.low_precision import splits_weights, target_for_loading
+    from weft.strategy.optimizers.split_loading import splits_weights, target_for_loading
 
     state: dict[str, Any] = get_model_state_dict(model)
     if not any(map(splits_weights, optimizers)):

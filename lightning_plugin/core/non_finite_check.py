@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from weft._plugin.meshes import PIPELINE_AXIS
 from weft._plugin.monitors import check_at_least_one, num_steps, ranks_text
-from weft._plugin.optimizer_state import parameter_names, unwrapped
 from weft._plugin.strategy_mixin import StrategyMixin
+from weft.strategy.parameter_names import parameter_names, unwrapped
 
 if TYPE_CHECKING:
     from weft.strategy.faults import ModuleWatch, Source

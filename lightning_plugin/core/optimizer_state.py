@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from weft.strategy.parameter_names import parameter_names
+
 if TYPE_CHECKING:
     from weft.strategy.checkpoint import Checkpoint
     from weft.strategy.data_parallel import ShardedStates
-
-# torch.compile and torch's checkpoint_wrapper insert these prefixes into names of parameters; checkpoints omit them.
-_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,27 +38,6 @@ class FullModel:
 
     parameter_names: tuple[str, ...]
     pipeline_group: dist.ProcessGroup
-
-
-def parameter_names(module: torch.nn.Module) -> dict[Tensor, str]:
-    """Return {parameter: name in checkpoints}; tied parameters have the name on the first stage that has a copy."""
-    from weft.strategy.pipeline import find_staged
-    from weft.strategy.recognition.assignments import join
-
-    first_names = {}  # of this rank's copies of tied parameters, by their names on this stage
-    if (found := find_staged(module)) is not None:
-        prefix, staged = found
-        first_names = {join(prefix, own): join(prefix, first) for own, first in staged.names_of_copies().items()}
-    return {
-        parameter: unwrapped(first_names.get(own_name, own_name)) for own_name, parameter in module.named_parameters()
-    }
-
-
-def unwrapped(name: str) -> str:
-    """Return a parameter's name without the prefixes of wrappers."""
-    for prefix in _WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
 
 
 def merge_parameter_groups(state: dict[str, Any], pipeline_group: dist.ProcessGroup) -> None:

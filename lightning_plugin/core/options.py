@@ -268,7 +268,7 @@ class Options:
         return sizes
 
     def _validate_states(self, owner: str) -> None:
-        from weft.strategy.optimizers.low_precision import StateFormat
+        from weft.strategy.optimizers.state_format import StateFormat
 
         try:
             is_usual = StateFormat(self.optimizer_state, self.master_weights).is_usual

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from weft._plugin.data_axes import DATA_AXIS, REPLICATE_AXIS
 from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS
 from weft._plugin.monitors import check_at_least_one, num_steps, ranks_text
-from weft._plugin.optimizer_state import parameter_names, unwrapped
 from weft._plugin.strategy_mixin import StrategyMixin
+from weft.strategy.parameter_names import parameter_names, unwrapped
 
 if TYPE_CHECKING:
     from weft.strategy.faults import Difference, Replica

@@ -11,11 +11,12 @@ from torch import nn
 
 from weft._plugin.in_backward import is_overridden
 from weft._plugin.meshes import PIPELINE_AXIS
-from weft._plugin.optimizer_state import FullModel, parameter_names, unwrapped
+from weft._plugin.optimizer_state import FullModel
 from weft._plugin.pipeline_target import PipelineTarget, find_target
 from weft._plugin.stage_metrics import names_of_metrics
 from weft._plugin.stage_steps import STEPS, StageSteps, restoring_state
 from weft._plugin.staged_module import without_step_state
+from weft.strategy.parameter_names import parameter_names, unwrapped
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -19,6 +19,7 @@ from weft.lightning import WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 from weft.strategy.data_parallel.local import local_shard
 from weft.strategy.optimizers.low_precision import LowPrecisionOptimizer
+from weft.strategy.optimizers.saved_states import states_to_save
 
 DIM, HIDDEN, NUM_STEPS = 24, 512, 6
 INT8 = {"optimizer_state": "int8"}
@@ -257,3 +258,77 @@ def test_wrong_options_raise(
     set_torchrun_environment(rank, 1)
     with pytest.raises(ValueError, match=text):
         _fit(1, tmp_path, **options, **({} if precision is None else {"precision": precision}))
+
+
+class TiedModel(pl.LightningModule):
+    """An embedding whose weight is that of the last layer: both stages of a pipeline have a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.words = nn.Embedding(256, DIM)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(DIM, 256, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch).flatten(0, 1), batch.flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@on_ranks(2)
+def test_copies_of_tied_weights_stay_equal(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
+    model = TiedModel()
+    strategy = WeftModelParallelStrategy(layout="pp2", pipeline_cuts=["blocks.1"], num_micro_batches=2, **INT8)
+    tokens = torch.randint(256, (8 * NUM_STEPS, 5), generator=torch.Generator().manual_seed(1))
+    run = trainer(world_size, strategy, tmp_path)
+    run.fit(model, torch.utils.data.DataLoader(tokens, batch_size=8))
+    copy = (model.words if rank == 0 else model.head).weight
+    states = run.optimizers[0].state[copy]
+    for value in (copy, states["exp_avg"], states["exp_avg_sq"], states["exp_avg_sq_scale"]):
+        local = local_shard(value).float()
+        gathered = [torch.empty_like(local) for _ in range(world_size)]
+        torch.distributed.all_gather(gathered, local)
+        assert torch.equal(gathered[0], gathered[1])
+        assert local.abs().max() > 0
+
+
+@on_ranks(2, keeps_groups=True)
+def test_states_of_blocks_that_depend_on_the_mesh_resume(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Shards of 300 columns: their states are saved in float32, and read from codes of blocks of the full rows."""
+    set_torchrun_environment(rank, world_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "HIDDEN", 600)
+        for layout, other in ((LAYOUTS["tp2"], LAYOUTS["dp2"]), (LAYOUTS["dp2"], LAYOUTS["tp2"])):
+            model, run = _fit(world_size, tmp_path, **layout, **INT8)
+            path = tmp_path / "last.ckpt"
+            run.save_checkpoint(path)
+            saved, expected = _states_in_float32(model, run), _weights(model, run)
+            resumed, again = _fit(world_size, tmp_path, path, 99, **other, **INT8)
+            for key, value in _weights(resumed, again).items():
+                assert torch.equal(value, expected[key]), key
+            loaded = _states_in_float32(resumed, again)
+            assert any("down_proj" in key for key in loaded)
+            for key, value in loaded.items():
+                # A code is at most half a step from the value in the companded domain: 1 / 127 of the scale.
+                bound = float(saved[key].abs().max()) / 127
+                torch.testing.assert_close(value, saved[key], rtol=0.02, atol=bound, msg=key)
+                assert (value - saved[key]).abs().mean() < 0.1 * saved[key].abs().mean() + 1e-12, key
+
+
+def _states_in_float32(model: Model, run: Any) -> dict[str, Tensor]:
+    [optimizer] = run.optimizers
+    full = {}
+    for name, parameter in model.named_parameters():
+        for key, value in states_to_save(optimizer.state[parameter], parameter, in_float32=True).items():
+            full[f"{key} of {name}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return full

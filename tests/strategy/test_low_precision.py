@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ops.memory.counting import counted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,10 +22,11 @@ from weft import ops
 from weft.strategy import StepInBackward, fuse
 from weft.strategy.data_parallel import apply_fsdp
 from weft.strategy.data_parallel.local import local_shard
-from weft.strategy.optimizers.low_precision import StateFormat, use_low_precision
 from weft.strategy.optimizers.row_steps import RowSteps
 from weft.strategy.optimizers.saved_states import states_to_load, states_to_save
+from weft.strategy.optimizers.state_format import StateFormat
 from weft.strategy.optimizers.state_shards import has_aligned_blocks
+from weft.strategy.optimizers.use_low_precision import use_low_precision
 
 OPTIMIZERS: dict[str, Any] = {
     "adam": lambda p: Adam(p, lr=1e-2, weight_decay=0.1),
@@ -255,6 +257,7 @@ def test_learning_rate_schedules_work(is_before: bool) -> None:
             assert moved == pytest.approx(optimizer.param_groups[0]["lr"], rel=0.2)
             schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.125
+    assert optimizer.state[parameters[0]]["exp_avg"].dtype == torch.int8
 
 
 @pytest.mark.parametrize("weights", ["float32", "split8"])
@@ -357,6 +360,7 @@ class _Mlp(nn.Module):
         (lambda p: SGD(p, lr=0.1), "SGD without momentum"),
         (lambda p: AdamW(p, amsgrad=True), "amsgrad=True"),
         (lambda p: AdamW([each.to(torch.float64) for each in p]), "dtype torch.float64"),
+        (lambda p: AdamW([each.t() for each in p]), r"shape \[512, 8\] that is not contiguous"),
     ],
 )
 def test_optimizers_without_low_precision_states_raise(make: Any, text: str) -> None:
@@ -366,6 +370,22 @@ def test_optimizers_without_low_precision_states_raise(make: Any, text: str) -> 
     with pytest.raises(ValueError, match=text):
         fuse(optimizer, optimizer_state="int8")
     assert type(optimizer) is kind and not optimizer.state
+
+
+@on_ranks(1)
+def test_split_weights_count_as_parameters(rank: int) -> None:
+    with counted():
+        parameters = _parameters(lambda value: value)
+        watch = weft.memory.watch(parameters)
+        optimizer = AdamW(parameters)
+        fuse(optimizer, parameters, master_weights="split")
+        watch.add_optimizer(optimizer)
+        _train(parameters, optimizer, lambda value: value)
+        usage = weft.memory.by_category()
+        assert usage["parameters"] == sum(parameter.nbytes for parameter in parameters)
+        states = [value for values in optimizer.state.values() for value in values.values()]
+        assert usage["optimizer_state"] == sum(value.nbytes for value in states)
+        watch.remove()
 
 
 def test_optimizer_that_has_stepped_raises() -> None:

@@ -20,7 +20,7 @@ from weft.strategy import _plan
 from weft.strategy.apply import parameter_dims
 from weft.strategy.estimate.config import PIPELINE_AXIS, Training, axis_size
 from weft.strategy.estimate.stages import schedule_of
-from weft.strategy.optimizers.low_precision import LOW_DTYPES, StateFormat, is_small
+from weft.strategy.optimizers.state_format import LOW_DTYPES, StateFormat, is_small
 from weft.strategy.optimizers.state_shards import scale_shape
 from weft.strategy.pipeline.auto_cuts import AutoCuts, num_stages_of
 from weft.strategy.pipeline.choose import choose_cuts

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils._pytree import tree_map
 
-from weft.strategy.optimizers.low_precision import StateFormat, use_low_precision
+from weft.strategy.optimizers.state_format import StateFormat
+from weft.strategy.optimizers.use_low_precision import use_low_precision
 
 # Exactly these classes (a subclass may do anything in its step), with the devices that have a fused kernel.
 _DEVICES = {

@@ -1,6 +1,6 @@
 """Adam, AdamW and SGD with states of 1 or 2 bytes per element, and with weights split into bfloat16 and low bits.
 
-The formats and their rounding are described in `weft/kernels/optimizer.h`, and blocks in
+The formats and their rounding are described in `weft/kernels/float_codes.h` and `optimizer_step.h`, and blocks in
 `weft.strategy.optimizers.state_shards`. The states of a parameter are
 
     name                                      int8                  bfloat16      float32
@@ -17,71 +17,24 @@ needs one dtype in a unit, so there their weights are split, too.
 
 from __future__ import annotations
 
-import weakref
-import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from weft import ops
-from weft.strategy.data_parallel.local import local_shard, shard_like
+from weft.strategy.data_parallel.local import local_shard
 from weft.strategy.optimizers import state_shards
-from weft.strategy.optimizers.state_shards import place_of
-
-MIN_ELEMENTS = 4096
-STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-LOW_DTYPES = {"float32": None, "split": torch.int16, "split8": torch.int8}
-LOW_BITS = "low_bits"
-SCALE = "_scale"
-# torch.compile and torch's checkpoint_wrapper insert these prefixes into names of parameters.
-_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-@dataclass(frozen=True)
-class StateFormat:
-    """The format of an optimizer's states and of its weights.
-
-    Attributes:
-        states: "float32", "bfloat16" or "int8".
-        weights: "float32" (weights keep their dtype), "split" or "split8": weights are bfloat16, and 16 or 8 lower bits
-            are a state.
-    """
-
-    states: str = "float32"
-    weights: str = "float32"
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("optimizer_state", self.states, STATE_DTYPES),
-            ("master_weights", self.weights, LOW_DTYPES),
-        ):
-            if value not in known:
-                names = ", ".join(repr(each) for each in known)
-                raise ValueError(f"got {name}={value!r}; pass one of {names}.")
-
-    @property
-    def is_usual(self) -> bool:
-        """Return whether this is the format of torch's optimizers."""
-        return self == StateFormat()
-
-    def state_dtype(self, parameter: Tensor) -> torch.dtype:
-        """Return the dtype of the states of a parameter; int8 stands for codes."""
-        return torch.float32 if is_small(parameter) else STATE_DTYPES[self.states]
-
-
-def is_small(parameter: Tensor) -> bool:
-    """Return whether the states of a parameter are float32 in every format."""
-    return parameter.dim() < 2 or parameter.numel() < MIN_ELEMENTS
+from weft.strategy.optimizers.state_format import LOW_BITS, LOW_DTYPES, SCALE, StateFormat, is_small
+from weft.strategy.optimizers.state_shards import Place, place_of
 
 
 class LowPrecisionOptimizer(Optimizer):
-    """What the low-precision variants of Adam, AdamW and SGD have in common; `use_low_precision` makes one.
+    """The base of the low-precision variants of Adam, AdamW and SGD; `use_low_precision` makes one.
 
     Attributes:
         format: the format of states and weights.
@@ -92,6 +45,7 @@ class LowPrecisionOptimizer(Optimizer):
     format: StateFormat
     _step_supports_amp_scaling: bool
     _seeds: dict[Tensor, int]
+    _places: dict[Tensor, Place]  # of parameters that have made a step; computing one takes longer than a small step
     _rows: dict[Tensor, tuple[Tensor, int]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -115,7 +69,9 @@ class LowPrecisionOptimizer(Optimizer):
         owner, first_row = self._rows.get(parameter, (parameter, 0))
         if first_row == 0:
             states["step"] += 1
-        place = place_of(owner)
+        place = self._places.get(owner)
+        if place is None:
+            place = self._places[owner] = place_of(owner)
         seed = self._seeds.get(owner, 0)
         local = {name: local_shard(value) for name, value in states.items() if name != "step"}
         self._call(
@@ -130,10 +86,11 @@ class LowPrecisionOptimizer(Optimizer):
             full_columns=place.full_columns,
         )
 
+    @abstractmethod
     def _call(
         self, parameter: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], **place: int
     ) -> None:
-        raise NotImplementedError
+        """Step a local shard by the operator, with the options of its group; `place`: step, seed and place."""
 
     def initial_states(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the states of a parameter before its first step, except for `low_bits` that exist already."""
@@ -179,13 +136,12 @@ class LowPrecisionOptimizer(Optimizer):
             if parameter.dtype == torch.float32 and (parameter in of_units or not is_small(parameter)):
                 high, low = ops.split_float(local_shard(parameter).contiguous(), self._low_dtype)
                 self.state[parameter][LOW_BITS] = state_shards.like_parameter(low, parameter)
-                replace_data(parameter, high)
+                state_shards.replace_data(parameter, high)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state in this format, or with states in float32 or bfloat16, which are then converted.
 
-        States with scales must be those of shards with the same blocks; others are converted with
-        `state_in_full_precision` before.
+        States with scales must be those of shards with the same blocks; `saved_states.states_to_load` converts others.
         """
         low_bits = {parameter: states.get(LOW_BITS) for parameter, states in self.state.items()}
         # torch's own function would convert all states to the dtype of the parameters.
@@ -239,7 +195,7 @@ class LowPrecisionOptimizer(Optimizer):
         return self._codes[name] == torch.int8
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "format": self.format, "_seeds": self._seeds, "_rows": {}}
+        return {**super().__getstate__(), "format": self.format, "_seeds": self._seeds, "_places": {}, "_rows": {}}
 
 
 class LowPrecisionAdam(LowPrecisionOptimizer, Adam):
@@ -298,154 +254,16 @@ class LowPrecisionSGD(LowPrecisionOptimizer, SGD):
         )
 
 
-_VARIANTS: dict[type[Optimizer], type[LowPrecisionOptimizer]] = {
+VARIANTS: dict[type[Optimizer], type[LowPrecisionOptimizer]] = {
     Adam: LowPrecisionAdam,
     AdamW: LowPrecisionAdamW,
     SGD: LowPrecisionSGD,
 }
 # Learning rate schedulers wrap `step` to see its calls, which these classes report themselves.
-for _variant in _VARIANTS.values():
+for _variant in VARIANTS.values():
     _variant.step = Optimizer.profile_hook_step(_variant.step)  # type: ignore[method-assign]
     _variant.step.hooked = True  # type: ignore[attr-defined]
     _variant.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-
-def use_low_precision(optimizer: Optimizer, model: nn.Module | None, state_format: StateFormat) -> None:
-    """Make an optimizer without states use low-precision states, and split its weights, as `state_format` says.
-
-    The optimizer stays the same object, of a subclass of its class. `model` names the parameters: the rounding of a
-    parameter's states depends on its name, not on its shard or on the other parameters.
-
-    Raises:
-        ValueError: the optimizer's class or options have no low-precision variant, or it has states already.
-    """
-    _check(optimizer)
-    for flags in (optimizer.defaults, *optimizer.param_groups):
-        flags.update(fused=False, foreach=False)
-    vars(optimizer).pop("step", None)  # a scheduler's wrapper, see above
-    optimizer.__class__ = _VARIANTS[type(optimizer)]
-    assert isinstance(optimizer, LowPrecisionOptimizer)
-    optimizer._step_supports_amp_scaling = False
-    optimizer.format = state_format
-    names: dict[Tensor, str] = {} if model is None else {p: name for name, p in model.named_parameters()}
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    optimizer._seeds = {p: zlib.crc32(_unwrapped(names.get(p, str(idx))).encode()) for idx, p in enumerate(ordered)}
-    optimizer._rows = {}
-    units = [] if model is None else [module for module in model.modules() if isinstance(module, FSDPModule)]
-    optimizer.split_weights(optimizer.param_groups, {p for unit in units for p in unit.parameters()})
-    if state_format.weights != "float32" and model is not None:
-        for unit in units:
-            _update_unit(unit)
-        model.register_load_state_dict_pre_hook(_SplitOnLoad(optimizer, names))
-
-
-def _check(optimizer: Optimizer) -> None:
-    """Raise ValueError if an optimizer has no low-precision variant."""
-    name = type(optimizer).__name__
-    reason = None
-    if type(optimizer) not in _VARIANTS:
-        known = ", ".join(cls.__name__ for cls in _VARIANTS)
-        reason = f"of class {name}, and only {known} have low-precision states"
-    elif any(optimizer.state.values()):
-        reason = f"{name} that has made a step already"
-    else:
-        for group in optimizer.param_groups:
-            if type(optimizer) is SGD and group["momentum"] == 0:
-                reason = "SGD without momentum, which has no states"
-            for flag in ("amsgrad", "capturable", "differentiable"):
-                if group.get(flag):
-                    reason = f"{name} with {flag}=True"
-            for parameter in group["params"]:
-                if parameter.dtype not in (torch.float32, torch.bfloat16):
-                    reason = f"{name} with a parameter of dtype {parameter.dtype}"
-    wrapper = vars(optimizer).get("step")
-    if reason is None and wrapper is not None and not hasattr(wrapper, "_wrapped_by_lr_sched"):
-        reason = f"{name} whose step() is replaced"
-    if reason is not None:
-        raise ValueError(
-            f"got an optimizer {reason}; pass optimizer_state='float32' and master_weights='float32', or another "
-            "optimizer."
-        )
-
-
-def _update_unit(unit: FSDPModule) -> None:
-    """Make FSDP2 gather the new local shards of a unit in their dtype, also if it has gathered the old ones before."""
-    unit.reshard()
-    state: Any = unit._get_fsdp_state()
-    # Newer versions of torch have several groups in a unit.
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    for group in groups:
-        if group is None:
-            continue
-        for fsdp_param in group.fsdp_params:
-            fsdp_param.reset_sharded_param()
-            fsdp_param.all_gather_outputs = []
-            vars(fsdp_param).pop("_unsharded_param", None)
-        group._init_mp_dtypes()
-
-
-def _unwrapped(name: str) -> str:
-    for prefix in _WRAPPER_PREFIXES:
-        name = name.replace(prefix, "")
-    return name
-
-
-class _SplitOnLoad:
-    """A hook before `load_state_dict`: float32 values of split weights give these weights all their bits.
-
-    Values of other dtypes have no lower bits; those of a checkpoint come with its optimizer.
-    """
-
-    def __init__(self, optimizer: LowPrecisionOptimizer, names: Mapping[Tensor, str]) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._names = {parameter: _unwrapped(name) for parameter, name in names.items()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_optimizer": _no_optimizer, "_names": {}}  # a copy of the model has no optimizer
-
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        keys = {_unwrapped(key): key for key in state_dict}
-        for parameter, states in optimizer.state.items():
-            key = keys.get(prefix + self._names.get(parameter, ""))
-            if key is None or LOW_BITS not in states:
-                continue
-            value, low_bits = state_dict[key], local_shard(states[LOW_BITS])
-            if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.shape == parameter.shape:
-                value = shard_like(value, parameter)
-            local = local_shard(value)
-            if local.dtype != torch.float32 or local.shape != low_bits.shape:
-                low_bits.zero_()
-                continue
-            high, low = ops.split_float(local.to(low_bits.device).contiguous(), low_bits.dtype)
-            low_bits.copy_(low)
-            state_dict[key] = state_shards.like_parameter(high, parameter)
-
-
-def _no_optimizer() -> None:
-    return None
-
-
-def splits_weights(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has split weights; Fabric's wrapper of an optimizer is looked through."""
-    own = getattr(optimizer, "optimizer", optimizer)
-    return isinstance(own, LowPrecisionOptimizer) and own.format.weights != "float32"
-
-
-def target_for_loading(state: Mapping[str, Any], saved_dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
-    """Return a model's state into which a checkpoint is loaded: bfloat16 tensors are float32 where the checkpoint is.
-
-    So weights that are split get all their bits. `saved_dtypes`: of the checkpoint's tensors, by the state's names.
-    """
-    return {
-        name: torch.empty_like(value, dtype=torch.float32)
-        if isinstance(value, Tensor) and value.dtype == torch.bfloat16 and saved_dtypes.get(name) == torch.float32
-        else value
-        for name, value in state.items()
-    }
 
 
 def _local_gradient(parameter: Tensor) -> Tensor:
@@ -469,14 +287,3 @@ def _local_gradient(parameter: Tensor) -> Tensor:
     if local.dtype not in (torch.float32, parameter.dtype):
         local = local.float()
     return local.contiguous()
-
-
-def replace_data(parameter: Tensor, local: Tensor) -> None:
-    """Replace the values of a parameter by a local shard of another dtype; the parameter stays the same object."""
-    if not isinstance(parameter, DTensor):
-        parameter.data = local
-        return
-    new = state_shards.like_parameter(local, parameter)
-    assert isinstance(new, DTensor)
-    parameter.data = new
-    parameter._local_tensor, parameter._spec = new._local_tensor, new._spec

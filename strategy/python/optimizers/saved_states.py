@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from weft import ops
 from weft.strategy.data_parallel.local import local_shard, shard_like
 from weft.strategy.optimizers import state_shards
-from weft.strategy.optimizers.low_precision import LOW_BITS, SCALE, LowPrecisionOptimizer, splits_weights
+from weft.strategy.optimizers.low_precision import LowPrecisionOptimizer
+from weft.strategy.optimizers.split_loading import splits_weights
+from weft.strategy.optimizers.state_format import LOW_BITS, SCALE
 from weft.strategy.optimizers.state_shards import BLOCK, has_aligned_blocks, place_of
 
 

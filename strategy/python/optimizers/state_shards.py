@@ -111,3 +111,14 @@ def _distributed(local: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def replace_data(parameter: Tensor, local: Tensor) -> None:
+    """Replace the values of a parameter by a local shard of another dtype; the parameter stays the same object."""
+    if not isinstance(parameter, DTensor):
+        parameter.data = local
+        return
+    new = like_parameter(local, parameter)
+    assert isinstance(new, DTensor)
+    parameter.data = new
+    parameter._local_tensor, parameter._spec = new._local_tensor, new._spec

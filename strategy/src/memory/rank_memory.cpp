@@ -13,7 +13,7 @@ namespace {
 // The most bytes of each of a rank's two staging buffers in the shared-memory backend.
 constexpr int64_t kMaxStagingBytes = int64_t{1} << 20;
 constexpr int64_t kPageBytes = 4096;
-// The same numbers as in weft.strategy.optimizers.low_precision.
+// The same numbers as in weft.strategy.optimizers.{state_format,state_shards}.
 constexpr int64_t kMinElements = 4096;   // smaller parameters have float32 states
 constexpr int64_t kBlockElements = 256;  // of a row of codes that share a scale
 

@@ -29,7 +29,7 @@ struct Tensors {
   at::Tensor second;
   std::optional<at::Tensor> second_scale;
 
-  // What a step changes.
+  // Returns the tensors that a step changes.
   std::vector<at::Tensor> changed() const {
     std::vector<at::Tensor> all = {parameter, first, second};
     for (const auto& each : {low_bits, first_scale, second_scale}) {
