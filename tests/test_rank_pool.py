@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -108,6 +109,20 @@ def _make_group() -> str:
 
 def _has_group(name: str) -> bool:
     return name in dist.distributed_c10d._world.pg_names.values()
+
+
+def _patch_pi(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(math, "pi", 3.0)
+    return math.pi
+
+
+def _read_pi() -> float:
+    return math.pi
+
+
+def test_monkeypatch_on_ranks_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_on_ranks(1, _patch_pi, monkeypatch=monkeypatch) == [3.0]
+    assert run_on_ranks(1, _read_pi) == [math.pi]
 
 
 def test_groups_are_kept_on_request() -> None:

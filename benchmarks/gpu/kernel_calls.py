@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,26 +20,32 @@ SIZES = ((3, 5), (2, 129), (37, 264), (2, 4099), (0, 8))
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A call of a private operator that runs kernels only.
+    """A call of an operator that runs kernels only.
 
     Attributes:
-        name: of the operator, without its underscore.
+        name: of the launch in kernels/cuda, which is also that of the private operator, without its underscore.
         args: its arguments on the CPU.
-        writes_first: whether it returns nothing and writes into its first argument.
+        changed: the positions of the arguments into which it writes; it then returns nothing.
         unaligned: whether tensors start one element after an aligned address.
+        operator: the name of a public operator; "": the private one. Public ones have few dtypes, so tensors keep
+            theirs also in the reference, the kernels of the CPU.
+        options: keyword arguments.
     """
 
     name: str
     args: tuple[object, ...]
-    writes_first: bool = False
+    changed: tuple[int, ...] = ()
     unaligned: bool = False
+    operator: str = ""
+    options: dict[str, object] = field(default_factory=dict)
 
     def run(self, device: str, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Run on a device, with floating-point tensors of `dtype`, if given; return the results."""
+        dtype = None if self.operator else dtype
         args = [self._moved(arg, device, dtype) for arg in self.args]
-        result = getattr(torch.ops.weft, f"_{self.name}").default(*args)
-        if self.writes_first:
-            result = args[0]
+        result = getattr(torch.ops.weft, self.operator or f"_{self.name}").default(*args, **self.options)
+        if self.changed:
+            return [each for each in (args[position] for position in self.changed) if isinstance(each, Tensor)]
         return [result] if isinstance(result, Tensor) else list(result)
 
     def _moved(self, arg: object, device: str, dtype: torch.dtype | None) -> object:
@@ -48,7 +54,7 @@ class KernelCall:
         if dtype is not None and arg.is_floating_point():
             arg = arg.to(dtype)
         if not self.unaligned:
-            return arg.to(device)
+            return arg.to(device, copy=True)
         # Shifted before the transfer, so that no kernel but weft's runs on the device.
         shifted = torch.cat([torch.zeros(1, dtype=arg.dtype), arg.reshape(-1)]).to(device)
         return shifted[1:].view(arg.shape)
@@ -60,6 +66,7 @@ def kernel_calls(dtype: torch.dtype) -> Iterator[KernelCall]:
     for rows, columns in SIZES:
         for unaligned in (False, True):
             yield from _calls(rows, columns, dtype, unaligned, generator)
+            yield from _optimizer_calls(rows, columns, dtype, unaligned, generator)
 
 
 def _calls(
@@ -70,8 +77,8 @@ def _calls(
     def random(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator).to(kind)
 
-    def call(name: str, *args: object, writes_first: bool = False) -> KernelCall:
-        return KernelCall(name, args, writes_first, unaligned)
+    def call(name: str, *args: object, changed: tuple[int, ...] = ()) -> KernelCall:
+        return KernelCall(name, args, changed, unaligned)
 
     x, y, z = (random(rows, columns) for _ in range(3))
     for activation in ACTIVATIONS:
@@ -111,5 +118,61 @@ def _calls(
             columns + 2,
             -1,
             smoothing,
-            writes_first=True,
+            changed=(0,),
         )
+
+
+def _optimizer_calls(
+    rows: int, columns: int, dtype: torch.dtype, unaligned: bool, generator: torch.Generator
+) -> Iterator[KernelCall]:
+    """Yield exact formats for float32; for bfloat16 those that round, where devices may differ by one code."""
+
+    def random(kind: torch.dtype) -> Tensor:
+        return torch.randn((rows, columns), generator=generator).to(kind)
+
+    def call(name: str, operator: str, *args: object, changed: tuple[int, ...] = (), **options: object) -> KernelCall:
+        return KernelCall(name, args, changed, unaligned, operator, options)
+
+    x = random(torch.float32)
+    place = {"step": 3, "seed": -7, "row": 2, "column": 3, "full_columns": columns + 5}
+    kinds: tuple[torch.dtype, ...] = ()
+    if dtype is torch.float32:
+        kinds = (torch.float32,)
+        for low_dtype in (torch.int16, torch.int8):
+            yield call("float_codes", "split_float", x, low_dtype)
+            yield call("float_codes", "join_float", *torch.ops.weft.split_float(x, low_dtype))
+    elif dtype is torch.bfloat16:
+        kinds = (torch.bfloat16, torch.int8)
+        for is_signed in (True, False):
+            yield call("float_codes", "quantize_blocks", x, is_signed)
+            yield call("float_codes", "dequantize_blocks", *torch.ops.weft.quantize_blocks(x, is_signed))
+    for kind in kinds:
+        first, second = random(torch.float32), random(torch.float32).abs()
+        first_scale = second_scale = None
+        if kind is torch.int8:
+            first, first_scale = torch.ops.weft.quantize_blocks(first, True)
+            second, second_scale = torch.ops.weft.quantize_blocks(second, False)
+        else:
+            first, second = first.to(kind), second.to(kind)
+        for low_dtype in (None,) if kind is torch.float32 else (None, torch.int16, torch.int8):
+            weight, low_bits = x.to(dtype), None
+            if low_dtype is not None:
+                weight, low_bits = torch.ops.weft.split_float(x, low_dtype)
+            states = (first, first_scale, second, second_scale, low_bits)
+            adam = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+            yield call(
+                *("adam_step", "adam_step_", weight, random(dtype), *states),
+                changed=(0, 2, 3, 4, 5, 6),
+                decoupled_weight_decay=True,
+                **adam,
+                **place,
+            )
+            momentum = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}
+            yield call(
+                *("momentum_step", "momentum_step_", weight, random(dtype), first, first_scale, low_bits),
+                changed=(0, 2, 3, 4),
+                nesterov=False,
+                maximize=True,
+                **momentum,
+                **place,
+            )

@@ -1,5 +1,7 @@
 """Compares every operator, and every kernel by itself, on a device with float64 on the CPU: values and gradients.
 
+Optimizer steps and conversions of their formats, which have no float64, are compared with their kernels on the CPU.
+
     PYTHONPATH=benchmarks python -m gpu.smoke [--device cpu] [--short] [--output FILE]
 
 An error is the largest difference of a tensor, relative to its largest absolute value or to 1, if that is larger. The

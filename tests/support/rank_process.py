@@ -79,12 +79,20 @@ def _join_group(folder: Path, rank: int, world_size: int) -> None:
 
 
 def _run_case(case: dict, rank: int, world_size: int) -> object:
+    import pytest
+
     module = _load(case["path"], case["module"])
     body = _find_body(module, case["qualname"])
     arguments = pickle.loads(case["arguments"])
     given = {"rank": rank, "world_size": world_size}
     arguments.update({name: given[name] for name in case["wanted"]})
-    return body(**arguments)
+    try:
+        return body(**arguments)
+    finally:
+        # The test process undoes its own monkeypatch, not this copy.
+        for argument in arguments.values():
+            if isinstance(argument, pytest.MonkeyPatch):
+                argument.undo()
 
 
 def _answer(connection: Connection, action: Callable[[], object]) -> None:
