@@ -32,7 +32,7 @@ from weft.strategy.planning.plan_text import from_mapping
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from model import ModelArgs, Transformer
 
-NUM_STEPS = 3  # the first step creates the optimizer's states, the others are like all later steps
+NUM_STEPS = 2  # the first step creates the optimizer's states, the second is like all later ones
 
 
 class RandomBatches(Dataset):

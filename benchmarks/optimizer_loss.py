@@ -11,6 +11,7 @@ autocast. Runs are divided over the processors; the figures do not depend on the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -19,10 +20,13 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from common import machine_facts
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from model import ModelArgs, Transformer
@@ -60,15 +64,52 @@ def loss_of(name: str, seed: int, num_steps: int) -> float:
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     windows = Windows(documentation_bytes(), num_steps * BATCH_SIZE, SEQ_LEN, seed)
+    with _Float32Products() if has_autocast else contextlib.nullcontext():
+        _train(model, optimizer, schedule, windows, num_steps, has_autocast)
+        tested = Windows(documentation_bytes(), NUM_TESTED, SEQ_LEN, TEST_SEED)
+        with torch.no_grad():
+            return float(_loss(model, [tested[idx] for idx in range(NUM_TESTED)], has_autocast))
+
+
+def _train(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LambdaLR,
+    windows: Windows,
+    num_steps: int,
+    has_autocast: bool,
+) -> None:
     for step in range(num_steps):
         batch = [windows[idx] for idx in range(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)]
         _loss(model, batch, has_autocast).backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    tested = Windows(documentation_bytes(), NUM_TESTED, SEQ_LEN, TEST_SEED)
-    with torch.no_grad():
-        return float(_loss(model, [tested[idx] for idx in range(NUM_TESTED)], has_autocast))
+
+
+_aten = torch.ops.aten
+_PRODUCTS = (
+    _aten.mm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+
+
+class _Float32Products(TorchDispatchMode):
+    """Computes products and attention of bfloat16 tensors in float32, and rounds the results.
+
+    These are the numbers of bfloat16 products with float32 sums. On a processor without instructions for them, torch's
+    own take 25 times as long.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS or args[0].dtype != torch.bfloat16:
+            return func(*args, **kwargs)
+        results = func(*(a.float() if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
+        if func is _PRODUCTS[1]:  # the second result, sums of exponentials, is float32 in any case
+            return results[0].bfloat16(), results[1]
+        return tree_map(torch.Tensor.bfloat16, results)
 
 
 def _loss(model: torch.nn.Module, batch: list[tuple[torch.Tensor, torch.Tensor]], has_autocast: bool) -> torch.Tensor:

@@ -5,7 +5,7 @@
 namespace weft::kernels::cpu {
 
 OptimizerLoops optimizer_loops_baseline() {
-  return {run_adam_loops, run_momentum_loops, run_float_codes_loops};
+  return {run_adam_loops<ElementTiles>, run_momentum_loops<ElementTiles>, run_float_codes_loops};
 }
 
 }  // namespace weft::kernels::cpu

@@ -37,13 +37,25 @@ struct RandomKey {
   uint32_t before_second;
 };
 
-C10_HOST_DEVICE C10_ALWAYS_INLINE uint32_t mix(uint32_t word, RandomKey key) {
+// The two parts of mix(). `Word` is uint32_t, or a vector of them.
+template <typename Word>
+C10_HOST_DEVICE C10_ALWAYS_INLINE Word begin_mix(Word word, RandomKey key) {
   word ^= key.before_first;
   word ^= word >> 16;
+  return word;
+}
+// mix() is the exclusive or of the result and its upper half.
+template <typename Word>
+C10_HOST_DEVICE C10_ALWAYS_INLINE Word continue_mix(Word word, uint32_t before_second) {
   word *= 0x7FEB352DU;
-  word ^= key.before_second;
+  word ^= before_second;
   word ^= word >> 15;
   word *= 0x846CA68BU;
+  return word;
+}
+
+C10_HOST_DEVICE C10_ALWAYS_INLINE uint32_t mix(uint32_t word, RandomKey key) {
+  word = continue_mix(begin_mix(word, key), key.before_second);
   word ^= word >> 16;
   return word;
 }
@@ -57,6 +69,18 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE RandomKey random_key(uint64_t seed,
   const uint32_t b = mix(static_cast<uint32_t>(step >> 32), {a, seed_key.before_first});
   const uint32_t c = mix(upper, {b, a});
   return {c, mix(b, {a, c})};
+}
+
+// The key of words with the same upper half: begin_mix() of such a word is the exclusive or of its
+// lower half and `begun`, two operations fewer.
+struct LowerKey {
+  uint32_t begun;
+  uint32_t before_second;
+};
+
+// Returns the key of the words with this upper half, of 16 bits.
+C10_HOST_DEVICE C10_ALWAYS_INLINE LowerKey lower_key(RandomKey key, uint32_t upper_half) {
+  return {begin_mix(upper_half << 16, key), key.before_second};
 }
 
 // The u of an element's first or second state, in units of 2^-16.

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -159,15 +158,3 @@ class DataAxes:
             reducer.remove()
         self._reducers.clear()
         self._sharded.clear()
-
-
-def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy | None:
-    """Return FSDP2's policy for a precision of Lightning; None: FSDP2 gathers and reduces in the parameters' dtypes.
-
-    Half-precision gradients are always reduced in float32, which increases only the bytes that are sent.
-    """
-    half = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision)
-    if half is None:
-        return None
-    gathered = half if precision.endswith("mixed") else None
-    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)

@@ -108,6 +108,16 @@ class Engine:
         return strategy.precision_plugin if hasattr(strategy, "precision_plugin") else strategy.precision
 
     @property
+    def scaler(self) -> Any:
+        """Return the precision's gradient scaler; None: it has none."""
+        return getattr(self.precision, "scaler", None)
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor by which the scaler multiplies losses; 1.0 without a scaler."""
+        return 1.0 if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device)).item()
+
+    @property
     def tensor_parallel_group(self) -> dist.ProcessGroup:
         """Return this rank's group along the axis tensor_parallel, whose ranks get the same data."""
         group: dist.ProcessGroup = self.mesh.get_group(TENSOR_AXIS)
@@ -169,6 +179,14 @@ class Engine:
                 f"{self.name} got {what} on CPU devices, whose activations are in CPU memory already; leave it out."
             )
 
+    def check_state_device(self) -> None:
+        """Raise ValueError if optimizer states are to be kept on a disk, and the devices are no CPUs."""
+        if self.options.offload is not None and self.device.type != "cpu":
+            raise ValueError(
+                f"{self.name} got offload={self.options.offload!r} on {self.device.type} devices, and only states of "
+                "CPU parameters can be kept on a disk; leave it out."
+            )
+
     def begin_run(self, data_axes: DataAxes) -> None:
         """Begin a run on these axes; the process group and the mesh must exist. Collective."""
         self._data_axes = data_axes
@@ -226,6 +244,12 @@ class Engine:
         """Adapt an optimizer to sharded parameters and averaged gradients; fuse it if the options say so."""
         self.replacements.update_optimizer(optimizer)
         self._fuse_optimizer(optimizer, module)
+        if self.options.offload is not None:
+            self._offload_states(optimizer, self.options.offload["optimizer"])
+        if self.plan is not None and self.scaler is not None:
+            from weft.strategy import agree_on_overflow
+
+            agree_on_overflow(self.scaler, optimizer)
         self.data_axes.add_optimizer(optimizer)
 
     def _fuse_optimizer(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
@@ -238,10 +262,11 @@ class Engine:
         if options.has_low_precision:
             self._check_precision()
             states, weights = options.optimizer_state, options.master_weights
+            name = type(optimizer).__name__
             fuse(optimizer, module, optimizer_state=states, master_weights=weights)
             if weights != "float32" and module is not None:
                 self.average_gradients_of(module)  # again, because gradients now have another dtype
-            self.console.log(f"weft gives {type(optimizer).__name__} states in {states} and weights in {weights}.")
+            self.console.log(f"weft gives {name} states in {states} and weights in {weights}.")
             return
         was_fused = all(group.get("fused") for group in optimizer.param_groups)
         reason = fuse(optimizer, module)  # for leaving the optimizer as it is; None: it is fused
@@ -252,6 +277,15 @@ class Engine:
             self.console.log(
                 f"weft makes {name} use its fused kernels, without temporaries; fused_optimizers=False prevents it."
             )
+
+    def _offload_states(self, optimizer: Optimizer, target: str) -> None:
+        """Keep the states of an optimizer on a disk; an error of one rank is raised on all. Collective."""
+        from weft.strategy import offload_states
+        from weft.strategy.agreement import on_all_ranks
+
+        name = type(optimizer).__name__
+        on_all_ranks(f"keep the states of {name} in {target!r}", lambda: offload_states(optimizer, target))
+        self.console.log(f"weft keeps the states of {name} in {target!r}.")
 
     def _check_precision(self) -> None:
         """Raise ValueError if weights are to be split, and the precision computes with other weights than bfloat16."""
@@ -269,7 +303,8 @@ class Engine:
         from weft.strategy.data_parallel import steps_elements_alone
 
         own = getattr(optimizer, "optimizer", optimizer)
-        needs_no_context = self.plan is None or self.options.has_low_precision or steps_elements_alone(own)
+        is_changed = self.options.has_low_precision or self.options.offload is not None
+        needs_no_context = self.plan is None or is_changed or steps_elements_alone(own)
         with contextlib.nullcontext() if needs_no_context else local_parameters():
             yield
 

@@ -121,9 +121,11 @@ def shared_under_torchrun(local_rank: int, node_rank: int) -> ErrorReports | Non
     The worker with local_rank 0 creates the log and passes its path to the others through the job's store.
     """
     with contextlib.suppress(Exception):  # sharing a log is optional: a failure must not end the run
+        from weft.strategy.agreement import name_start
+
         assert dist.group.WORLD is not None
         store = dist.group.WORLD.get_group_store()
-        key = f"weft/error_reports/{node_rank}"
+        key = f"weft/error_reports/{name_start()}/{node_rank}"
         if local_rank != 0:
             return ErrorReports.open(store.get(key).decode())
         reports = ErrorReports.create()

@@ -175,6 +175,11 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
                 "optimizer_in_backward supports one optimizer, set up with the model or after it; "
                 "pass optimizer_in_backward=False for several."
             )
+        if steps_in_backward and engine.scaler is not None:
+            raise ValueError(
+                f"optimizer_in_backward: precision {str(engine.precision.precision)!r} has a gradient scaler, which "
+                "decides after the backward whether to step; pass optimizer_in_backward=False, or use 'bf16-mixed'."
+            )
         optimizer = super().setup_optimizer(optimizer)
         engine.add_optimizer(optimizer, self._modules[-1] if self._modules else None)
         engine.memory_watch.add_optimizer(optimizer)
@@ -218,7 +223,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
             The weighted mean of the losses over the micro-batches of `batch`, the same on every stage.
 
         Raises:
-            ValueError: the stages have different batches, or the precision scales gradients ("16-mixed").
+            ValueError: the stages have different batches.
             RuntimeError: no model has been set up in stages.
         """
         return fabric_pipeline.train_batch(self._engine, batch, loss_fn, split=split, weight=weight)

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 def train_batch(engine: Engine, batch: Any, loss_fn: Callable[[Any, Any], Tensor], **arguments: Any) -> Tensor:
     """Run forward and backward of one batch; return the loss. `arguments`: of `Pipeline.step`, or None."""
     stages, pipeline = engine.stages, engine.stages.existing_pipeline()
-    stages.check_no_scaler()
     stages.check_batch("training", batch)
     model = _PrecisionWrapper(engine.precision, pipeline.model)
     with pipeline.failures.report_failures():
         with engine.data_axes.without_sync([pipeline.model]):
+            if engine.scaler is not None:
+                arguments["scale"] = engine.loss_scale * (arguments.get("scale") or 1)
+            arguments["stepper"] = engine.in_backward.stepper
             loss = pipeline.step(batch, lambda micro_batch: loss_fn(model, micro_batch), **without_none(**arguments))
         engine.data_axes.after_backward()
     engine.first_gradients.check([pipeline.model])

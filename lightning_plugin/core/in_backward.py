@@ -9,26 +9,27 @@ _MODULE_HOOKS = ("on_after_backward", "on_before_optimizer_step", "configure_gra
 _CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 
-def check_optimizer_in_backward(trainer: Any) -> None:
-    """Raise ValueError for settings that need all gradients, or the old weights, after the backward."""
-    if (reason := _reason(trainer)) is not None:
+def check_optimizer_in_backward(trainer: Any, has_stages: bool = False) -> None:
+    """Raise ValueError for settings that need all gradients, or the old weights, after the backward.
+
+    has_stages: whether the model is divided into the stages of a pipeline, which step before the Trainer's backward.
+    """
+    if (reason := _reason(trainer, has_stages)) is not None:
         raise ValueError(
             f"optimizer_in_backward: {reason}, but each gradient is freed as soon as it is complete and used; "
             "change this setting, or pass optimizer_in_backward=False."
         )
 
 
-def _reason(trainer: Any) -> str | None:
+def _reason(trainer: Any, has_stages: bool) -> str | None:
     module = trainer.lightning_module
-    if trainer.gradient_clip_val and clips_by_norm(trainer):
-        return (
-            f"the Trainer clips gradients by their norm (gradient_clip_val={trainer.gradient_clip_val}), not by value"
-        )
     if not module.automatic_optimization:
         return f"{type(module).__name__} optimizes manually"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return "a gradient scaler decides after the backward whether to step"
-    for hook in _MODULE_HOOKS:
+    # Clipping by norm runs the backward twice, and the stages of a pipeline step before it.
+    needs_own_backward = has_stages or (trainer.gradient_clip_val and clips_by_norm(trainer))
+    for hook in (*_MODULE_HOOKS, "backward") if needs_own_backward else _MODULE_HOOKS:
         if is_overridden(hook, module, "LightningModule"):
             return f"{type(module).__name__} overrides {hook}"
     for callback in trainer.callbacks:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from weft._plugin.data_axes import mixed_precision_policy
 from weft._plugin.metrics import synchronize_metrics_over
 from weft._plugin.read_bar import ReadBar
 from weft._plugin.replicas import has_meta_tensors, materialized_bytes
@@ -119,6 +118,8 @@ def join_weights(engine: Engine, module: Module) -> None:
 
 
 def _shard_over_data_axes(engine: Engine, module: Module, **shard_options: Any) -> None:
+    from weft.strategy.data_parallel.fully_sharded import mixed_precision_policy
+
     policy = mixed_precision_policy(str(engine.precision.precision))
     if engine.pipeline is None:
         engine.data_axes.shard(module, policy, **shard_options)

@@ -8,7 +8,7 @@ The Trainer's strategy has Lightning's own options (`StockOptions`), then those 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -93,13 +93,17 @@ class Options:
         master_weights: "float32"; "split", with precision "bf16-mixed" or "bf16-true": weights are bfloat16 and their
             other 16 bits are a state of the optimizer, so that steps are those of float32 weights; "split8": 8 of these
             bits are kept.
+        offload: {"optimizer": "disk:/path"}: keep the states of Adam, AdamW, Adagrad and SGD with momentum in
+            memory-mapped files in this directory, with CPU parameters; see `weft.strategy.offload_states`. None: keep
+            them in memory.
         empty_init: with a plan, parameters created in `configure_model` or inside `init_module(empty_init=True)` are
             deferred: applying the plan materializes only the shards of each rank, with the values of an unsharded
             model. False: as in ModelParallelStrategy, where every rank first builds the full model.
         optimizer_in_backward: step each parameter as soon as its gradient is complete, and free the gradient, so that
             one gradient is in memory at a time; under Fabric, call `step()` after each backward. Supports one
-            optimizer, Adam, AdamW or SGD; features that need all gradients at once raise ValueError. "rows": also step
-            the weights of fused MLPs some rows at a time; not with data parallelism.
+            optimizer, Adam, AdamW or SGD; clipping by norm runs the backward twice; features that need all gradients
+            at once raise ValueError. "rows": also step the weights of fused MLPs some rows at a time; not with data
+            parallelism or pipelines.
         activation_checkpointing: "none"; "full": each repeated block saves only its inputs for the backward, which
             recomputes the forward; "selective": each block also saves the results of matrix products, attention and
             communication; or a pattern of module names, a list of them, or a dict from pattern to "full" or
@@ -114,7 +118,8 @@ class Options:
             plan or `pipeline_cuts`; without these, the user's code does all the sharding.
         layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; omitted axes have one rank.
         sequence_parallel: with a plan, also shard the tokens over the tensor-parallel ranks between the layers that are
-            sharded by features: in norms, residual sums and dropout, and in their saved activations.
+            sharded by features: in norms, residual sums and dropout, and in their saved activations. With
+            `pipeline_cuts`, between the blocks of each stage.
         pipeline_cuts: a list of names, the first module of each stage after stage 0, in the divided module or in the
             LightningModule; or "auto", see `weft.strategy.pipeline.AutoCuts`. The Trainer runs `training_step` and the
             other steps once for each micro-batch (code before the call of the divided module on every stage, code after
@@ -163,6 +168,7 @@ class Options:
     fused_optimizers: bool = True
     optimizer_state: Literal["float32", "bfloat16", "int8"] = "float32"
     master_weights: Literal["float32", "split", "split8"] = "float32"
+    offload: Mapping[str, str] | None = None
     empty_init: bool = True
     optimizer_in_backward: bool | Literal["rows"] = False
     activation_checkpointing: Any = "none"
@@ -228,6 +234,8 @@ class Options:
                 f"{owner} got optimizer_in_backward={self.optimizer_in_backward!r}; pass True, False or 'rows'."
             )
         self._validate_states(owner)
+        if self.offload is not None:
+            self._validate_offload(owner)
         if self.verify not in (None, "auto", "always", "never"):
             raise ValueError(f"{owner} got verify={self.verify!r}; pass 'auto', 'always' or 'never'.")
         if self.optimizer_in_backward == "rows" and self.plan is None:
@@ -288,6 +296,24 @@ class Options:
             raise ValueError(
                 f"{owner} got master_weights={self.master_weights!r} and join_gate_up=True, whose joined weights "
                 "cannot be split; leave one out."
+            )
+
+    def _validate_offload(self, owner: str) -> None:
+        from weft.strategy.optimizers.offloaded_states import directory_of
+
+        if not isinstance(self.offload, Mapping) or list(self.offload) != ["optimizer"]:
+            raise ValueError(
+                f"{owner} got offload={self.offload!r}; pass a dict with the key 'optimizer', as in "
+                "offload={'optimizer': 'disk:/scratch'}."
+            )
+        try:
+            directory_of(self.offload["optimizer"])
+        except ValueError as error:
+            raise ValueError(f"{owner} got offload={self.offload!r}: {error}") from None
+        if self.zero_stage == 1:
+            raise ValueError(
+                f"{owner} got offload={self.offload!r} and zero_stage=1, which shards states in memory; pass "
+                "zero_stage=0, 2 or 3."
             )
 
     def _validate_pretrained(self, owner: str) -> None:
@@ -359,10 +385,11 @@ class Options:
             )
 
     def _validate_schedule(self, owner: str, sizes: Sizes) -> None:
-        if self.optimizer_in_backward or self.sequence_parallel is True:
-            in_backward = f"optimizer_in_backward={self.optimizer_in_backward!r}"
-            what = in_backward if self.optimizer_in_backward else "sequence_parallel=True"
-            raise ValueError(f"{owner} got {what} with pipeline_cuts, which cannot be combined; leave one out.")
+        if self.optimizer_in_backward == "rows":
+            raise ValueError(
+                f"{owner} got optimizer_in_backward='rows' with pipeline_cuts, whose stages accumulate full gradients "
+                "over micro-batches; pass True."
+            )
         from weft.strategy.pipeline import SCHEDULES, Schedule
         from weft.strategy.pipeline.arguments import shares_of
 

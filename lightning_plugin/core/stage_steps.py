@@ -111,7 +111,10 @@ class StageSteps:
     def _run_schedule(self, run: _MicroBatchStep) -> Tensor:
         module, trainer = self.module, self.module.trainer
         # The Trainer divides the loss by accumulate_grad_batches; an overridden backward may scale it by any factor.
-        scale = None if is_overridden("backward", module, "LightningModule") else 1 / trainer.accumulate_grad_batches
+        # With a gradient scaler it is not overridden.
+        scale = None
+        if not is_overridden("backward", module, "LightningModule"):
+            scale = self._engine.loss_scale / trainer.accumulate_grad_batches
         self._deferred_gradients = DeferredGradients(
             (parameter for parameter in module.parameters() if parameter.requires_grad),
             is_first=trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0,
@@ -122,13 +125,16 @@ class StageSteps:
         options: dict[str, Any] = {} if weight is None else {"weight": weight}
         if scale is not None:
             options["scale"] = scale
+        stepper = self._engine.in_backward.stepper
         with self._deferred_gradients.computing():
             reducer = self._reducer
             paused = reducer.paused() if reducer is not None else contextlib.nullcontext()
             with self._engine.data_axes.without_sync(), paused:
-                loss = self.pipeline.step(run.micro_batches, run.loss, split=run.split, **options)
+                loss = self.pipeline.step(run.micro_batches, run.loss, split=run.split, stepper=stepper, **options)
             if reducer is not None:
                 reducer.finish()
+            if stepper is not None:  # the parameters outside of the stages
+                stepper.step_gradients()
             return loss
 
     def _broadcast_from_last_stage(self, compute: Callable[[], Any]) -> Any:

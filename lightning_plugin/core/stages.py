@@ -23,7 +23,7 @@ _KEY = "_weft_pipeline"  # a module's attribute: ((mesh, cuts, schedule), pipeli
 
 
 class Stages:
-    """Divides one model into stages, and checks that the stages have equal batches and no gradient scaler.
+    """Divides one model into stages, and checks that the stages have equal batches.
 
     Attributes:
         pipeline: the model in stages; None before `divide`, and without pipeline_cuts.
@@ -138,12 +138,3 @@ class Stages:
     def check_batch(self, loop: str, batch: Any) -> None:
         """Raise ValueError if the stages have different batches; see `BatchCheck.check`."""
         self.batch_check.check(loop, batch, self.group, self._engine.device, group_kind="pipeline")
-
-    def check_no_scaler(self) -> None:
-        """Raise ValueError for a precision that scales gradients."""
-        plugin = self._engine.precision
-        if getattr(plugin, "scaler", None) is not None:
-            raise ValueError(
-                f"{self._engine.name} got precision {str(plugin.precision)!r}, whose gradient scaler would have "
-                "to be the same on all stages; use 'bf16-mixed' or '32-true'."
-            )

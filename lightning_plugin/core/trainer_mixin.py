@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from weft._plugin import trainer_checkpoints as checkpoints
 from weft._plugin.engine import Engine
-from weft._plugin.in_backward import check_optimizer_in_backward, is_overridden
+from weft._plugin.in_backward import check_optimizer_in_backward, clips_by_norm, is_overridden
 from weft._plugin.loader_check import without_lockstep
 from weft._plugin.loaders import TrainerLoaders
 from weft._plugin.model_setup import apply_plan, join_weights
@@ -115,7 +115,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             _check_no_averaging(trainer)
         steps_in_backward = options.optimizer_in_backward and self._is_fitting
         if steps_in_backward:
-            check_optimizer_in_backward(trainer)
+            check_optimizer_in_backward(trainer, options.has_stages)
         if options.has_stages:
             self._stages.find_target(trainer)
             self.model = self._stages.convert_before_division(self.model)
@@ -134,11 +134,27 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             engine.average_gradients_of(self.model)
         engine.memory_watch.begin(self.model, *self.optimizers)
         if steps_in_backward:
-            clip_value = trainer.gradient_clip_val
-            has_clipping = clip_value is not None and clip_value > 0  # as in Lightning's clip_gradients
-            engine.in_backward.start(self.model, self.optimizers[0], clip_value if has_clipping else None)
-            # After the backward there are no gradients, which torch's clipping reports as an error.
-            self.precision_plugin.clip_gradients = lambda *_, **__: None
+            self._step_in_backward(trainer)
+
+    def _step_in_backward(self, trainer: Any) -> None:
+        """Make the optimizer step in the backward, with the Trainer's clipping."""
+        engine, limit = self._engine, trainer.gradient_clip_val
+        has_limit = limit is not None and limit > 0  # as in Lightning's clip_gradients
+        by_norm = has_limit and clips_by_norm(trainer)
+        if by_norm and (reason := _why_all_gradients(engine.pipeline is not None, self.model)):
+            engine.console.log(f"weft steps after the backward, because the Trainer clips by norm: {reason}.")
+            if engine.plan is not None:
+                engine.data_axes.average_gradients_of(self.model)
+            return
+        clip_value, clip_norm = (None, limit) if by_norm else (limit if has_limit else None, None)
+        engine.in_backward.start(self.model, self.optimizers[0], clip_value, clip_norm)
+
+        def clip_gradients(*_: Any, **__: Any) -> None:
+            """Replace torch's clipping, to which missing gradients are an error; the backward has clipped them."""
+            if clip_norm is not None:
+                self.lightning_module.log("gradient_norm", self._gradient_norm)
+
+        self.precision_plugin.clip_gradients = clip_gradients
 
     def _check_configure_model(self) -> None:
         """Raise TypeError, as the stock strategy does, if neither a plan nor `configure_model` shards the model."""
@@ -291,6 +307,27 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             return self._stages.run_step(loop, step, args, kwargs)
         return run_step(step, None, *args, **kwargs)
 
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the stock method; with `optimizer_in_backward` and clipping by norm, the backward runs twice."""
+        in_backward = self._engine.in_backward
+        if in_backward.clip_norm is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        loss = closure_loss
+
+        def run(retains_graph: bool) -> None:
+            nonlocal loss
+            if retains_graph:
+                self._engine.memory_watch.backward_begins()
+                self.precision_plugin.backward(
+                    closure_loss, self.lightning_module, optimizer, *args, **{**kwargs, "retain_graph": True}
+                )
+            else:
+                loss = super(TrainerMixin, self).backward(closure_loss, optimizer, *args, **kwargs)
+
+        if (norm := in_backward.backward(run)) is not None:
+            self._gradient_norm = norm
+        return loss
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Run the stock hook, and begin the phase "backward" of the memory count."""
         super().pre_backward(closure_loss)
@@ -375,3 +412,12 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             found = loaded.pop(LOADERS_KEY, [])
             self._loaders.resume(self._engine.random_states.with_own_states(found))
         return loaded
+
+
+def _why_all_gradients(has_stages: bool, model: Any) -> str:
+    """Return why clipping by norm needs all gradients at once; "": the backward can run twice instead."""
+    from weft.strategy.modules.activation_checkpointing import has_selective_checkpoints
+
+    if has_stages:
+        return "the norm is that of the gradients of all stages"
+    return "selective checkpoints support one backward" if has_selective_checkpoints(model) else ""

@@ -12,7 +12,6 @@ from torch import nn
 from weft._plugin.in_backward import is_overridden
 from weft._plugin.meshes import PIPELINE_AXIS
 from weft._plugin.optimizer_state import FullModel
-from weft._plugin.pipeline_target import PipelineTarget, find_target
 from weft._plugin.stage_metrics import names_of_metrics
 from weft._plugin.stage_steps import STEPS, StageSteps, restoring_state
 from weft._plugin.staged_module import without_step_state
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from weft._plugin.engine import Engine
     from weft._plugin.stock_strategies import StockTrainerStrategy
     from weft.strategy.pipeline.last_stage_modules import LastStageModules
+    from weft.strategy.pipeline.target import PipelineTarget
 
 _FULL_NAMES = "_weft_full_names"
 _STEP_OPTIONS = ("split_batch", "micro_batch_weight")
@@ -80,10 +80,15 @@ class TrainerStages:
     def find_target(self, trainer: Any) -> None:
         """Find the module to divide; raise ValueError for settings of the Trainer that stages do not support."""
         from weft.strategy.pipeline.auto_cuts import auto_of, num_stages_of
+        from weft.strategy.pipeline.target import find_target
 
-        self._engine.stages.check_no_scaler()
         module = trainer.lightning_module
         name = type(module).__name__
+        if self._engine.scaler is not None and is_overridden("backward", module, "LightningModule"):
+            raise ValueError(
+                f"pipeline_cuts: {name} overrides backward, and the precision scales losses, which pipelines do "
+                "before it; use 'bf16-mixed' or '32-true', or leave out the override."
+            )
         if trainer.state.fn == "fit" and not module.automatic_optimization:
             raise ValueError(
                 f"pipeline_cuts: {name} optimizes manually, and the schedule decides when a pipeline's backwards run; "
@@ -105,11 +110,11 @@ class TrainerStages:
     def convert_before_division(self, model: nn.Module) -> nn.Module:
         """Return the model in its final dtype: at the division, each stage records the dtypes of other stages' layers.
 
-        A model with deferred or meta parameters is returned unchanged: its parameters have the final dtype.
+        A model with meta parameters is returned unchanged: its parameters have the final dtype.
         """
         from weft.strategy.deferred import is_deferred
 
-        if any(parameter.is_meta or is_deferred(parameter) for parameter in model.parameters()):
+        if any(parameter.is_meta and not is_deferred(parameter) for parameter in model.parameters()):
             return model
         converted: nn.Module = self._engine.precision.convert_module(model)
         return converted

@@ -4,6 +4,7 @@
 #include "raise.h"
 
 #include <weft/collectives/error.h>
+#include <weft/ops/dry_run.h>
 
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -153,7 +154,18 @@ void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGro
   start_all_reduce(op, tensor, group, false).wait();
 }
 
+namespace {
+
+thread_local bool is_dry_run = false;
+
+}  // namespace
+
+bool set_dry_run(bool is_on) { return std::exchange(is_dry_run, is_on); }
+
 bool is_traced(const at::Tensor& tensor) {
+  if (is_dry_run) {
+    return false;
+  }
   const auto keys = tensor.key_set();
   return c10::impl::TorchDispatchModeTLS::any_modes_set() || tensor.is_meta() ||
          keys.has(c10::DispatchKey::Python) || keys.has(c10::DispatchKey::Functionalize);

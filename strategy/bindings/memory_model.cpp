@@ -25,7 +25,7 @@ constexpr Names<Precision, 5> kPrecisions = {{{"32-true", Precision::k32True},
                                               {"bf16-true", Precision::kHalfTrue},
                                               {"16-true", Precision::kHalfTrue},
                                               {"bf16-mixed", Precision::kHalfMixed},
-                                              {"16-mixed", Precision::kHalfMixed}}};
+                                              {"16-mixed", Precision::kAutocast}}};
 constexpr Names<OptimizerKind, 5> kOptimizers = {
     {{"SGD", OptimizerKind::kSgd},
      {"SGD with momentum", OptimizerKind::kSgdMomentum},

@@ -22,13 +22,7 @@ needs_operators = True  # whether importing `weft` loads torch and the operators
 def main() -> int:
     parser = argparse.ArgumentParser(prog="weft", description="Predict memory, compare training, convert checkpoints")
     commands = parser.add_subparsers(dest="command", required=True)
-    estimate = commands.add_parser(
-        "estimate", help="predict the bytes per rank in each phase of training, from a configuration"
-    )
-    help_on_file = "a YAML file; docs/estimate_memory.md describes its entries"
-    estimate.add_argument("--config", required=True, metavar="FILE", help=help_on_file)
-    estimate.add_argument("--layout", metavar="SIZES", help="such as pp2,dp2,tp2; replaces the file's mesh or layout")
-    estimate.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    _add_estimate(commands)
     _add_compare(commands)
     _add_convert(commands)
     _add_verify_and_inspect(commands)
@@ -46,17 +40,84 @@ def main() -> int:
     return run(args)
 
 
+def _add_estimate(commands: Any) -> None:
+    estimate = commands.add_parser(
+        "estimate",
+        help="predict the bytes per rank in each phase of training, from a configuration or by a dry run of a module",
+        description="docs/estimate_memory.md describes both ways.",
+    )
+    name = "PACKAGE.MODULE:NAME"
+    source = estimate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", metavar="FILE", help="a YAML file that describes the training")
+    source.add_argument("--module", metavar=name, help="a model, or a function that builds one, for a dry run")
+    layout_help = "such as dp2,tp2 (with --module tp1 by default); replaces the file's mesh or layout"
+    estimate.add_argument("--layout", metavar="SIZES", help=layout_help)
+    estimate.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
+    dry_run = estimate.add_argument_group("with --module")
+    dry_run.add_argument("--batch", metavar=name, help="the batch of a data-parallel rank, or a function that makes it")
+    dry_run.add_argument("--loss", dest="loss_fn", metavar=name, help="a function (module, batch) -> loss")
+    dry_run.add_argument("--plan", help="auto (default), huggingface, a file, rules as YAML, or a function's name")
+    dry_run.add_argument("--precision", help="32-true (default), bf16-mixed, bf16-true or 16-true")
+    dry_run.add_argument("--optimizer", help=f"a class of torch.optim, or {name} of a function module -> optimizer")
+    dry_run.add_argument("--optimizer-state", help="float32 (default), bfloat16 or int8")
+    dry_run.add_argument("--master-weights", help="float32 (default), split or split8")
+    dry_run.add_argument("--optimizer-in-backward", nargs="?", const=True, choices=("rows",), help="without value: all")
+    dry_run.add_argument("--activation-checkpointing", help="none (default), selective or full")
+    dry_run.add_argument("--sequence-parallel", action="store_true", default=None)
+    dry_run.add_argument("--zero-stage", type=int, help="0 to 3 (default)")
+    dry_run.add_argument("--pipeline-cuts", help="auto (default), or the first modules of all stages but the first")
+    dry_run.add_argument("--pipeline-schedule", help="1f1b (default), gpipe, interleaved, zero_bubble, ...")
+    dry_run.add_argument("--num-micro-batches", type=int, help="by default twice the number of pipeline ranks")
+    dry_run.add_argument("--pipeline-module", help="the submodule of a LightningModule to divide into stages")
+    dry_run.add_argument("--rank", type=int, help="the global rank (default 0; in a pipeline, one of each position)")
+
+
+_OPTIONS_OF_DRY_RUN = (
+    "batch",
+    "loss_fn",
+    "plan",
+    "precision",
+    "optimizer",
+    "optimizer_state",
+    "master_weights",
+    "optimizer_in_backward",
+    "activation_checkpointing",
+    "sequence_parallel",
+    "zero_stage",
+    "pipeline_cuts",
+    "pipeline_schedule",
+    "num_micro_batches",
+    "pipeline_module",
+    "rank",
+)
+
+
 def _estimate(args: argparse.Namespace) -> int:
     global needs_operators  # noqa: PLW0603
-    needs_operators = False
-    module = importlib.import_module("weft.strategy.estimate")
+    options = {name: getattr(args, name) for name in _OPTIONS_OF_DRY_RUN}
+    options = {name: value for name, value in options.items() if value is not None}
     try:
-        result = module.estimate_file(args.config, layout=args.layout)
-    except ValueError as error:
-        print(f"weft estimate: {error}", file=sys.stderr)
+        if args.module is not None:
+            _add_current_folder_to_path()
+            dry_run = importlib.import_module("weft.strategy.dry_run")
+            result = dry_run.estimate_module(args.module, args.layout or "tp1", **options)
+        elif options:
+            first = next(iter(options)).replace("_", "-").removesuffix("-fn")
+            raise ValueError(f"--{first} is for --module, and --config was given; write it into the file.")
+        else:
+            needs_operators = False
+            result = importlib.import_module("weft.strategy.estimate").estimate_file(args.config, layout=args.layout)
+    except (ValueError, RuntimeError) as error:
+        print(f"weft estimate: {str(error).removeprefix('estimate: ')}", file=sys.stderr)
         return 2
     print(json.dumps(result.to_dict(), indent=2) if args.json else result)
     return 0
+
+
+def _add_current_folder_to_path() -> None:
+    # The user's modules are in the current folder. `python -m` adds it to the path; a script adds only its own folder.
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def _add_compare(commands: Any) -> None:
@@ -88,9 +149,7 @@ def _add_compare(commands: Any) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    # The user's modules are in the current folder. `python -m` adds it to the path; a script adds only its own folder.
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    _add_current_folder_to_path()
     strategy = importlib.import_module("weft.strategy")
     names = ("batch", "layout", "plan", "steps", "learning_rate", "tolerance", "zero_stage", "sequence_parallel")
     options = {name: getattr(args, name) for name in (*names, "first_layers", "mode", "seed", "timeout")}

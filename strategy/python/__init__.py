@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from weft.strategy.modules.activation_checkpointing import checkpoint_activations
     from weft.strategy.modules.gate_up import join_gate_up
     from weft.strategy.optimizers.fused_optimizers import fuse
+    from weft.strategy.optimizers.grad_scaler import agree_on_overflow
     from weft.strategy.optimizers.in_backward import StepInBackward
+    from weft.strategy.optimizers.offloaded_states import offload_states
     from weft.strategy.pipeline import Pipeline
     from weft.strategy.pipeline.draw import draw
     from weft.strategy.plan import Plan
@@ -45,7 +47,9 @@ _MODULES = {
     "modules.activation_checkpointing": ("checkpoint_activations",),
     "modules.gate_up": ("join_gate_up",),
     "optimizers.fused_optimizers": ("fuse",),
+    "optimizers.grad_scaler": ("agree_on_overflow",),
     "optimizers.in_backward": ("StepInBackward",),
+    "optimizers.offloaded_states": ("offload_states",),
     "pipeline": ("Pipeline", "draw"),
     "plan": ("Plan",),
     "pretrained": ("PretrainedReport", "convert", "load_pretrained", "save_pretrained"),
@@ -78,6 +82,7 @@ __all__ = [
     "Report",
     "Row",
     "StepInBackward",
+    "agree_on_overflow",
     "check_replicated_gradients",
     "checkpoint_activations",
     "compare",
@@ -92,6 +97,7 @@ __all__ = [
     "load_pretrained",
     "local_of",
     "local_parameters",
+    "offload_states",
     "parallelize",
     "rank_reports",
     "report",

@@ -195,7 +195,7 @@ class TrainingSpec:
         """(number of parameter elements of the unsharded model, bytes that training takes for each element).
 
         The bytes are those of the parameter, its gradient (0 with `optimizer_in_backward`), its optimizer states and
-        its half-precision copies. Tied parameters count once.
+        autocast's copy of it. Tied parameters count once.
         """
 
 def matches(pattern: str, name: str) -> bool:

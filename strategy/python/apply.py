@@ -72,8 +72,7 @@ def parallelize(
     assignments = plan.assign(model, tp_mesh.size())
     drop_rehearsal(model)
     roles: dict[int, SequenceRole] = {}
-    has_sequence_rules = any(a.style == "sequence_parallel" for a in assignments.styles.values())
-    if (plan.sequence_parallel or has_sequence_rules) and tp_mesh.size() > 1:
+    if (plan.sequence_parallel or assignments.has_sequence_rules) and tp_mesh.size() > 1:
         roles = assign_sequence_roles(model, assignments, group_name_of(tp_mesh))
     ignored = _ignored_modules(model, assignments)
     dims = parameter_dims(model, assignments)

@@ -98,9 +98,16 @@ def test_matches_one_device(layout: str, zero_stage: int, optimizer: str) -> Non
     run_on_ranks(world_size, check_matches_one_device, keeps_groups=True, **case)
 
 
-def check_matches_one_device(rank: int, world_size: int, layout: str, zero_stage: int, optimizer: str) -> None:
+@on_ranks(4)
+def test_sequence_shards_match_one_device(rank: int, world_size: int) -> None:
+    check_matches_one_device(rank, world_size, "pp2,tp2", 3, "SGD", sequence_parallel=True)
+
+
+def check_matches_one_device(
+    rank: int, world_size: int, layout: str, zero_stage: int, optimizer: str, **options: Any
+) -> None:
     set_torchrun_environment(rank, world_size)
-    fabric = fabric_with(world_size, layout=layout, zero_stage=zero_stage)
+    fabric = fabric_with(world_size, layout=layout, zero_stage=zero_stage, **options)
     model, ours = set_up(fabric, optimizer)
     expected = reference()
     theirs = (
@@ -110,6 +117,28 @@ def check_matches_one_device(rank: int, world_size: int, layout: str, zero_stage
     )
     losses = train(fabric, model, ours, BATCHES)
     assert losses == pytest.approx(train_full(expected, theirs, BATCHES), rel=1e-10)
+    assert_same_weights(fabric, expected)
+
+
+@on_ranks(2)
+def test_steps_in_backward(rank: int, world_size: int) -> None:
+    """The second batch is accumulated."""
+    set_torchrun_environment(rank, world_size)
+    fabric = fabric_with(world_size, layout="pp2", optimizer_in_backward=True)
+    model, ours = set_up(fabric)
+    expected = reference()
+    theirs = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for idx, batch in enumerate(BATCHES):
+        with fabric.no_backward_sync(model, enabled=idx == 1):
+            loss = fabric.strategy.pipeline_step(batch, next_token)
+        expected_loss = next_token(expected, batch)
+        assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-10)
+        expected_loss.backward()
+        assert all((parameter.grad is None) == (idx != 1) for parameter in model.parameters())
+        if idx != 1:
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
     assert_same_weights(fabric, expected)
 
 
@@ -233,8 +262,7 @@ def test_second_model_and_full_checkpoint_raise(rank: int, world_size: int, tmp_
         ({"layout": "pp2", "pipeline_cuts": "layers.2"}, TypeError, "pass a list of module names"),
         ({"layout": "pp2", "pipeline_cuts": ["a", "b"]}, ValueError, "2 pipeline_cuts make 3 stages for 2"),
         ({"pipeline_cuts": [], "pipeline_schedule": "2f2b"}, ValueError, "got pipeline_schedule='2f2b'"),
-        ({"pipeline_cuts": [], "plan": "auto", "sequence_parallel": True}, ValueError, "sequence_parallel=True with"),
-        ({"pipeline_cuts": [], "optimizer_in_backward": True}, ValueError, "optimizer_in_backward=True with"),
+        ({"plan": "auto", "pipeline_cuts": [], "optimizer_in_backward": "rows"}, ValueError, "'rows' with pipeline"),
     ],
 )
 def test_invalid_settings_raise(options: dict[str, Any], error: type[Exception], message: str) -> None:

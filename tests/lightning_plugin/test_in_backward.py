@@ -111,6 +111,28 @@ def test_accumulates_over_batches(rank: int, world_size: int, tmp_path: Path, se
             assert_same_weights(result, results[0][1])
 
 
+@on_ranks(2, keeps_groups=True)
+@pytest.mark.parametrize("num_accumulated", [1, 4])
+def test_clips_by_norm(rank: int, world_size: int, tmp_path: Path, num_accumulated: int) -> None:
+    """The 6 batches of an epoch leave a remainder, with which the Trainer steps, too."""
+    set_torchrun_environment(rank, world_size)
+    settings = {"gradient_clip_val": 0.02, "accumulate_grad_batches": num_accumulated, "max_epochs": 2}
+    for options in ({"layout": "tp2"}, {"layout": "dp2"}, {"layout": "dp2", "zero_stage": 0}):
+        results, norms = [], []
+        for in_backward in (False, True, "rows") if options["layout"] == "tp2" else (False, True):
+            model = Model(optimizer="sgd")
+            strategy = WeftModelParallelStrategy(plan="auto", optimizer_in_backward=in_backward, **options)
+            run = trainer(world_size, strategy, tmp_path, **settings)
+            run.fit(model, loader())
+            assert run.callback_metrics["gradient_norm"] == strategy.gradient_norm
+            norms.append(strategy.gradient_norm)
+            results.append(weights(model))
+        assert norms[0] > 0.02, "the last step is not clipped"
+        for norm, result in zip(norms[1:], results[1:], strict=True):
+            torch.testing.assert_close(norm, norms[0], rtol=1e-10, atol=0)
+            assert_same_weights(result, results[0])
+
+
 @on_ranks(2)
 def test_fabric_accumulates(rank: int, world_size: int) -> None:
     set_torchrun_environment(rank, world_size)
@@ -164,6 +186,11 @@ class OwnStep(Model):
         super().optimizer_step(*args, **kwargs)
 
 
+class OwnBackward(Model):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+
+
 class Manual(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +206,7 @@ class UnsupportedOptimizer(Model):
 @pytest.mark.parametrize(
     ("model", "settings", "reason"),
     [
-        (Model, {"gradient_clip_val": 0.5}, r"clips gradients by their norm \(gradient_clip_val=0\.5\)"),
+        (OwnBackward, {"gradient_clip_val": 0.5}, "OwnBackward overrides backward"),
         (Model, {"callbacks": [AfterBackward()]}, "the callback AfterBackward overrides on_after_backward"),
         (OwnStep, {}, "OwnStep overrides optimizer_step"),
         (Manual, {}, "Manual optimizes manually"),

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 from torch import Tensor, nn
 
-from weft._plugin.pipeline_target import PipelineTarget, find_target
+from weft.strategy.pipeline.target import PipelineTarget, find_target
 
 
 class Net(nn.Module):

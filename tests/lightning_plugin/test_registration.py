@@ -63,13 +63,14 @@ def test_signature_extends_signature_of_lightning(name: str) -> None:
             "micro_batch_weight",
         ]
     last_arguments = ["resume"] if name in TRAINER_MODULES else []
-    assert list(ours)[-19 - len(pipeline_arguments) - len(last_arguments) :] == [
+    assert list(ours)[-20 - len(pipeline_arguments) - len(last_arguments) :] == [
         "plan",
         "check_batches",
         "check_batches_every",
         "fused_optimizers",
         "optimizer_state",
         "master_weights",
+        "offload",
         "empty_init",
         "optimizer_in_backward",
         "activation_checkpointing",

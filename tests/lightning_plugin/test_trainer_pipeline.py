@@ -84,6 +84,54 @@ def test_matches_one_device(tmp_path: Path, model: str) -> None:
             assert_matches_one_device(result, expected, has_all_data="dp2" not in layout)
 
 
+IN_BACKWARD = {
+    "adamw": [(2, "pp2", {"pipeline_cuts": CUTS[4], "pipeline_schedule": "interleaved"})],
+    "head, accumulated": [(2, "pp2", {}), (4, "pp2,dp2", {"zero_stage": 3}), (4, "pp2,dp2", {"zero_stage": 0})],
+    "sgd": [(2, "pp2", {}), (4, "pp2,dp2", {"zero_stage": 0})],  # clips by norm: steps after the backward
+}
+
+
+@pytest.mark.parametrize("model", IN_BACKWARD)
+def test_steps_in_backward_match_one_device(tmp_path: Path, model: str) -> None:
+    model_options, run_options = MODELS[model]
+    options: dict[str, Any] = {"folder": str(tmp_path), "model_options": model_options, **run_options}
+    [expected] = run_on_ranks(1, run_all_loops, layout="auto", options={}, **options)
+    for world_size, layout, more in IN_BACKWARD[model]:
+        options["options"] = {**more, "optimizer_in_backward": True}
+        for result in run_on_ranks(world_size, run_all_loops, keeps_groups=True, layout=layout, **options):
+            assert_matches_one_device(result, expected, has_all_data="dp2" not in layout)
+
+
+class OwnBackward(Text):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss * 2, *args, **kwargs)
+
+
+@on_ranks(2)
+def test_steps_in_backward_reject_other_backwards(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
+    run = trainer(world_size, pipeline_strategy(optimizer_in_backward=True), tmp_path)
+    with pytest.raises(ValueError, match="optimizer_in_backward: OwnBackward overrides backward"):
+        run.fit(OwnBackward(), text_loader())
+
+
+SEQUENCE_OPTIONS = [
+    {"pipeline_cuts": CUTS[4], "pipeline_schedule": "interleaved"},
+    {"pipeline_schedule": "zero_bubble", "optimizer_in_backward": True, "activation_checkpointing": "full"},
+]
+
+
+def test_sequence_shards_match_one_device(tmp_path: Path) -> None:
+    """The tensor-parallel ranks have 3 and 2 of the 5 tokens of a sequence."""
+    run_options = {"folder": str(tmp_path), "model_options": {}}
+    [expected] = run_on_ranks(1, run_all_loops, layout="auto", options={}, **run_options)
+    for more in SEQUENCE_OPTIONS:
+        options = {"sequence_parallel": True, **more}
+        results = run_on_ranks(4, run_all_loops, keeps_groups=True, layout="pp2,tp2", options=options, **run_options)
+        for result in results:
+            assert_matches_one_device(result, expected, has_all_data=True)
+
+
 def assert_matches_one_device(result: dict[str, Any], expected: dict[str, Any], has_all_data: bool) -> None:
     assert len(result["weights"]) < len(expected["weights"])
     for name, value in result["weights"].items():

@@ -66,26 +66,29 @@ def test_precision_sets_dtype_of_parameters(rank: int, world_size: int, tmp_path
 
 
 class DeferredSmall(Small):
-    """Builds its model in configure_model."""
+    """Builds its model in configure_model, with parameters of the given dtype, by default of the precision's."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        self.dtype_of_parameters = dtype
         del self.model
 
     def configure_model(self) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        dtype = self.dtype_of_parameters
+        self.model = nn.Sequential(nn.Linear(4, 4, dtype=dtype), nn.Linear(4, 2, dtype=dtype))
 
 
 @on_ranks(2)
 def test_deferred_parameters_train_in_bfloat16(rank: int, world_size: int, tmp_path: Path) -> None:
     set_torchrun_environment(rank, world_size)
-    model, built = DeferredSmall(), Small()
-    for each in (model, built):
+    built, *deferred = models = Small(), DeferredSmall(), DeferredSmall(torch.float32)
+    for each in models:
         run = trainer(world_size, small_strategy(), tmp_path, precision="bf16-true")
         run.fit(each, ones_loader())
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.losses[0] == pytest.approx(built.losses[0], rel=0.1)
+    for model in deferred:
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        assert model.losses[0] == pytest.approx(built.losses[0], rel=0.1)
 
 
 @on_ranks(2)

@@ -9,12 +9,14 @@ import torch
 from ops.memory.counting import counted
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import SGD, Adam, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import weft
 from support.ranks import on_ranks
-from weft.strategy import StepInBackward, fuse
+from weft.strategy import StepInBackward, checkpoint_activations, fuse
+from weft.strategy.data_parallel.clipping import GradientNorm
 
 WIDTH = 24
 OPTIMIZERS: dict[str, Any] = {
@@ -128,6 +130,83 @@ def test_sharded_training_matches_one_device(rank: int, world_size: int, layout:
         stepper.remove()
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("layout", ["tensor", "fsdp", "both"])
+def test_clipping_by_norm_matches_one_device(rank: int, world_size: int, layout: str) -> None:
+    """Some steps are clipped, some are not; every third accumulates the batches before it."""
+    sizes = {"tensor": (1, 4), "fsdp": (4, 1), "both": (2, 2)}[layout]
+    mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("data_parallel", "tensor_parallel"))
+    expected_model, model = _model(), _model()
+    weft.parallelize(model, mesh, {"blocks.*.0": "column", "blocks.*.2": "row"})
+    if layout != "tensor":
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data_parallel"])
+        fully_shard(model, mesh=mesh["data_parallel"])
+    theirs, ours = SGD(expected_model.parameters(), lr=0.5), SGD(model.parameters(), lr=0.5)
+    stepper = StepInBackward(model, ours)
+    limits = [0.01, 100, 0.02, 0.5, 0.01, 100]
+    for idx, (tokens, limit) in enumerate(zip(_batches(6), limits, strict=True)):
+        accumulates = idx == 3
+        _loss(expected_model, tokens).backward()
+        if accumulates:
+            with stepper.accumulating():
+                assert stepper.backward(_loss(model, tokens), limit) is None
+            assert stepper.num_stepped == 0
+            continue
+        expected = nn.utils.clip_grad_norm_(expected_model.parameters(), limit)
+        norm = stepper.backward(_loss(model, tokens), limit)
+        torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert stepper.num_stepped == len(list(model.parameters()))
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    for (key, got), value in zip(model.named_parameters(), expected_model.parameters(), strict=True):
+        torch.testing.assert_close(_full(got), value, rtol=1e-9, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
+    stepper.remove()
+
+
+@on_ranks(4)
+def test_norm_does_not_depend_on_the_order_of_gradients(rank: int, world_size: int) -> None:
+    """Each rank adds the gradients in another order."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
+    placements = [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(1)), (Replicate(), Replicate())]
+    full = [torch.full((4, 4), 10.0**idx, dtype=torch.float64) for idx in range(4)]
+    gradients = [distribute_tensor(value, mesh, places) for value, places in zip(full, placements, strict=True)]
+    norm = GradientNorm(2.0, gradients)
+    for idx in range(4):
+        norm.add([gradients[(idx + rank) % 4]])
+    expected = torch.linalg.vector_norm(torch.cat(full))
+    torch.testing.assert_close(norm.total(), expected, rtol=1e-12, atol=0)
+
+
+@on_ranks(1)
+def test_gradients_are_stepped_in_the_order_of_the_optimizer(rank: int) -> None:
+    """Averaging a gradient communicates, so the order is the same on all replicas."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    seen: list[Tensor] = []
+    stepper = StepInBackward(model, optimizer, seen.append)
+    with stepper.accumulating():
+        model(torch.randn(2, 3)).sum().backward()
+    assert seen == []
+    chosen = list(model.parameters())[5:35]
+    stepper.step_gradients(set(chosen))
+    assert [id(parameter) for parameter in seen] == [id(parameter) for parameter in chosen]
+    assert stepper.num_stepped == 30 and all(parameter.grad is None for parameter in chosen)
+
+
+@on_ranks(1)
+def test_clipping_by_norm_rejects_selective_checkpoints(rank: int) -> None:
+    model = _model()
+    checkpoint_activations(model, "selective")
+    stepper = StepInBackward(model, SGD(model.parameters(), lr=0.1))
+    before = model.words.weight.clone()
+    with pytest.raises(RuntimeError, match="runs the backward twice, and selective checkpoints support one"):
+        stepper.backward(_loss(model, _batches(1)[0]), 1.0)
+    assert torch.equal(model.words.weight, before)
+
+
 @on_ranks(1, 2)
 def test_one_gradient_is_alive_at_a_time(rank: int, world_size: int) -> None:
     """The peak is the parameters and two moments of three equal weights, and the gradient of one."""
@@ -149,9 +228,12 @@ def test_one_gradient_is_alive_at_a_time(rank: int, world_size: int) -> None:
         fuse(optimizer)
         stepper = StepInBackward(model, optimizer)
         x = torch.randn(2, 512)
-        for step in range(2):
+        for step in range(3):
             weft.memory.reset_peak()
-            model(x).sum().backward()
+            if step < 2:
+                model(x).sum().backward()
+            else:
+                stepper.backward(model(x).sum(), max_norm=1.0)
             if step:
                 assert 10 * weight <= count.peak() <= 10.3 * weight
             optimizer.step()

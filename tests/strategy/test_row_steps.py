@@ -14,6 +14,7 @@ from strategy.row_models import (
     full,
     loss_of,
     make_row_stepper,
+    record_row_steps,
     train_steps,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -57,6 +58,34 @@ def test_matches_optimizer_step(rank: int, world_size: int, kind: str) -> None:
         stepper.remove()  # a second call does nothing
         loss_of(model, 9).backward()
         assert model.get_parameter(name).grad is not None
+
+
+@on_ranks(1, 2)
+def test_clipping_by_norm_matches_optimizer_step(rank: int, world_size: int) -> None:
+    """The second run of the backward steps by rows; after accumulated batches, full gradients are stepped."""
+    mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
+    expected, model = blocks_model(), blocks_model(mesh)
+    theirs, ours = (OPTIMIZERS["momentum"](each.parameters()) for each in (expected, model))
+    assert fuse(ours) is None
+    stepper = make_row_stepper(model, ours)
+    stepped = record_row_steps(stepper)
+    for step, limit in enumerate((0.01, 100, 0.5, 0.02)):
+        loss_of(expected, step).backward()
+        if step == 2:
+            with stepper.accumulating():
+                loss_of(model, step).backward()
+            continue
+        norm = stepper.backward(loss_of(model, step), limit)
+        torch.testing.assert_close(
+            norm, torch.nn.utils.clip_grad_norm_(expected.parameters(), limit), rtol=1e-10, atol=0
+        )
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(stepped) == 12
+    for group in ours.param_groups:
+        group["fused"], group["foreach"] = None, None
+    assert_same_state(model, ours, expected, theirs)
 
 
 @on_ranks(4)

@@ -210,7 +210,9 @@ def _reset(environment: dict[str, str], keeps_groups: bool) -> None:
         for group in [g for g in dist.distributed_c10d._world.pg_map if g is not world]:
             dist.destroy_process_group(group)
         _forget_meshes()
-    if "torch._dynamo" in sys.modules:
+    # Only after a case that compiled something: a reset also clears the cache of fake tensors, which recordings of
+    # pipelines use.
+    if "torch._dynamo" in sys.modules and torch._dynamo.convert_frame.FRAME_COUNTER > 0:
         torch._dynamo.reset()
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)

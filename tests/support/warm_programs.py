@@ -31,6 +31,7 @@ from types import CodeType
 from typing import Any
 
 from support.processes import TREE_VARIABLE, die_with_parent
+from support.rank_server import COLLECTED_AT
 
 MAX_PACKET_BYTES = 1 << 17
 TOKEN_LENGTH = 32
@@ -66,6 +67,7 @@ def next_program(fd: int, search_path: list[str]) -> CodeType:
         raise RuntimeError(f"the imports started {num_threads - 1} threads, which a fork would lose; preload less")
     gc.collect()
     gc.freeze()  # so that the programs' collectors do not write to the shared pages
+    gc.set_threshold(*COLLECTED_AT)
     _send(control, {"ready": True})
     server_pid = os.getpid()
     while True:
@@ -156,7 +158,10 @@ def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
 
 def _become(request: dict[str, Any], search_path: list[str]) -> CodeType:
     """Give this process the state of a new interpreter with this command; return the program's code."""
-    atexit.register(gc.unfreeze)  # else the end of the interpreter frees less, and libraries report leaks
+    if sys.modules.get("triton") is not None:
+        # Else triton reports leaks. Without triton, the end of the interpreter need not traverse all objects of the
+        # imports, which takes a CPU second.
+        atexit.register(gc.unfreeze)
     if request.get("new_session"):
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)

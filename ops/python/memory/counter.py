@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft import _memory
+from weft.memory.source import source
 
 CATEGORIES: tuple[str, ...] = _memory.CATEGORIES
 """The names of the memory categories. "scratch" is the temporary memory of operators and optimizers."""
@@ -82,11 +83,11 @@ def track_if_requested() -> None:
 
 def is_tracking() -> bool:
     """Return whether CPU tensors are counted."""
-    return _memory.is_tracking()
+    return source().is_tracking()
 
 
 def _check_tracking() -> None:
-    if not _memory.is_tracking():
+    if not is_tracking():
         raise RuntimeError(
             "weft.memory counts nothing yet: set WEFT_MEMORY=1 before `import weft`, or call weft.memory.track() "
             "before the first tensor is made."
@@ -132,7 +133,7 @@ def by_category(at: Literal["now", "peak"] = "now") -> dict[str, int]:
     _check_tracking()
     if at not in ("now", "peak"):
         raise ValueError(f"got at={at!r}; pass 'now' or 'peak'.")
-    return _memory.current() if at == "now" else _memory.peak()
+    return source().current() if at == "now" else source().peak()
 
 
 def reset_peak(device: torch.device | str = "cpu") -> None:
@@ -141,7 +142,7 @@ def reset_peak(device: torch.device | str = "cpu") -> None:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         _check_tracking()
-        _memory.reset_peak()
+        source().reset_peak()
 
 
 def num_allocations() -> int:
@@ -156,7 +157,7 @@ def timeline() -> list[Phase]:
     `reset_peak()` drops all phases but the current one.
     """
     _check_tracking()
-    return [Phase(*phase) for phase in _memory.phases()]
+    return [Phase(*phase) for phase in source().phases()]
 
 
 def begin_phase(name: str, category: str = "other") -> None:
@@ -164,8 +165,8 @@ def begin_phase(name: str, category: str = "other") -> None:
 
     Does nothing if memory is not counted; else a category outside of CATEGORIES raises ValueError.
     """
-    if _memory.is_tracking():
-        _memory.begin_phase(name, category)
+    if is_tracking():
+        source().begin_phase(name, category)
 
 
 def tag(tensors: Iterable[torch.Tensor | None], category: str) -> None:
@@ -174,8 +175,8 @@ def tag(tensors: Iterable[torch.Tensor | None], category: str) -> None:
     For a DTensor, tags this rank's shard. Does nothing if memory is not counted; else a category outside of CATEGORIES
     raises ValueError.
     """
-    if not _memory.is_tracking():
+    if not is_tracking():
         return
     for tensor in tensors:
         if tensor is not None:
-            _memory.set_category(getattr(tensor, "_local_tensor", tensor), category)
+            source().set_category(getattr(tensor, "_local_tensor", tensor), category)

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from weft import _memory
 from weft.memory.counter import begin_phase, is_tracking, storages, tag
+from weft.memory.source import counts_this_process, source
 
 
 class Watch:
@@ -58,17 +58,17 @@ class Watch:
             tensors = (each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
             tag((each for each in tensors if each not in self._model_tensors), "saved_activations")
         begin_phase("forward" if torch.is_grad_enabled() else "inference", "scratch")
-        self._mark = _memory.mark()
+        self._mark = source().mark()
 
     def forward_ends(self) -> None:
         """Tag the "scratch" memory that was allocated since the forward began and is alive as "saved_activations"."""
-        _memory.set_category_since(self._mark, "scratch", "saved_activations")
+        source().set_category_since(self._mark, "scratch", "saved_activations")
 
     def backward_begins(self) -> None:
         """Begin the phase "backward"; tensors that the loss saved for the backward are tagged "saved_activations"."""
         self.forward_ends()
         begin_phase("backward", "scratch")
-        self._mark = _memory.mark()
+        self._mark = source().mark()
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forward_begins((args, kwargs))
@@ -105,11 +105,14 @@ def tag_parameters(model: torch.nn.Module) -> int:
     Storages made before `track()`, or without torch's allocator (shared memory, mapped files), are not counted. In the
     result, a storage that several tensors use counts once, and a DTensor counts as its local shard.
     """
+    if not counts_this_process():
+        tag((*model.parameters(), *model.buffers()), "parameters")
+        return 0
     tensors = storages((*model.parameters(), *model.buffers()))
     return sum(
         tensor.untyped_storage().nbytes()
         for tensor in tensors.values()
-        if not (is_tracking() and _memory.set_category(tensor, "parameters"))
+        if not (is_tracking() and source().set_category(tensor, "parameters"))
     )
 
 
@@ -129,11 +132,11 @@ def saving(inputs: Iterable[torch.Tensor]) -> Iterator[None]:
         return
     is_training = torch.is_grad_enabled()
     begin_phase("forward" if is_training else "inference", "scratch")
-    mark = _memory.mark()
+    mark = source().mark()
     yield
     if is_training:
         tag(inputs, "saved_activations")
-        _memory.set_category_since(mark, "scratch", "saved_activations")
+        source().set_category_since(mark, "scratch", "saved_activations")
 
 
 def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Watch:

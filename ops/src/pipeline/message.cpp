@@ -92,7 +92,9 @@ MessagePtr PipelineMessage::post(Side side,
   } else {
     message->op_ = "weft::pipeline_recv";
     message->start_receiving_header(false);
-    if (!message->link_ && collectives::compares_message_sizes(*message->address_.group)) {
+    // A fake group stands for one of the backend weft.
+    const auto& group = message->address_.group;
+    if (!message->link_ && (collectives::compares_message_sizes(*group) || is_fake_group(group))) {
       message->start_receiving(message->layouts_, false);
     }
   }

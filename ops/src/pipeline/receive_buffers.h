@@ -56,7 +56,9 @@ class ReceiveBuffers {
     std::ranges::move(free, std::back_inserter(evicted));
     storages.erase(free.begin(), free.end());
     auto tensor = at::empty(sizes, options);
-    if (storages.size() < kMaxStorages) {
+    // Under a mode that makes tensors without memory (a dry run), there is nothing to reuse.
+    const bool has_memory = tensor.storage().device_type() == c10::DeviceType::CPU;
+    if (has_memory && storages.size() < kMaxStorages) {
       storages.push_back(tensor.storage());
     }
     return tensor;

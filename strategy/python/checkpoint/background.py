@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from weft.strategy.agreement import name_start
 from weft.strategy.checkpoint.directory import on_all_ranks, on_first_rank, plan_save, write_manifest
 from weft.strategy.checkpoint.host_copies import HostCopies
 from weft.strategy.checkpoint.locations import Location, Where, location_of
@@ -159,7 +160,8 @@ class _Save:
         self._store = None
         if self._num_ranks > 1:
             store = dist.distributed_c10d._get_default_store()  # torch has no public function for it
-            self._store = dist.PrefixStore(f"weft save {_process.num_saves}", store)
+            # The name of the start, because a save that was killed may have left its reports in the store.
+            self._store = dist.PrefixStore(f"weft save {name_start()} {_process.num_saves}", store)
         self._error: Exception | None = None
         self._later: list[Callable[[], None]] = []
         self._lock = threading.Lock()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from weft.strategy import agreement
 from weft.strategy.checkpoint import old_format
 from weft.strategy.checkpoint.blocks import Blocks, checksum
 from weft.strategy.checkpoint.file_names import MANIFEST, OBJECTS, REST_TENSORS
@@ -134,31 +135,8 @@ def on_first_rank(action: str, where: Where, call: Callable[[], Any]) -> Any:
 
 
 def on_all_ranks(action: str, where: Where, call: Callable[[], Any]) -> Any:
-    """Return what `call` returns on this rank, when it has returned on all; collective, but `call` must not be.
-
-    Raises:
-        Exception: on a rank whose `call` has raised, that error; on others a RuntimeError with the text of the first.
-    """
-    error: Exception | None = None
-    result = None
-    try:
-        result = call()
-    except Exception as own:  # other ranks wait for this one
-        error = own
-    texts = [None if error is None else f"{type(error).__name__}: {error}"]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, texts[0])
-        texts = gathered
-    if error is not None:
-        raise error
-    found = next(((rank, text) for rank, text in enumerate(texts) if text is not None), None)
-    if found is not None:
-        raise RuntimeError(
-            f"rank {found[0]} failed to {action} the checkpoint {str(where)!r} ({found[1]}); remove the cause, and try "
-            "again."
-        )
-    return result
+    """Return what `call` returns on this rank, when it has returned on all; see `agreement.on_all_ranks`."""
+    return agreement.on_all_ranks(f"{action} the checkpoint {str(where)!r}", call)
 
 
 def write_manifest(

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weft.strategy.checkpoint.blocks import Blocks, bytes_of, checksum, table_of
 from weft.strategy.checkpoint.file_names import rank_file
@@ -168,6 +169,8 @@ class ChunkWriter(StorageWriter):
             assert data is not None and isinstance(values, Tensor)
             if data.properties.dtype not in NAMES_OF_DTYPES:
                 raise _unknown_dtype(name, data.properties.dtype)
+            if is_traceable_wrapper_subclass(values):
+                raise _unknown_class(name, type(values))
             shape, offsets = tuple(data.chunk.sizes), tuple(data.chunk.offsets)
             own_name = name if shape == tuple(data.size) else f"{name}@{','.join(map(str, offsets))}"
             dtype = data.properties.dtype
@@ -216,6 +219,13 @@ class ChunkWriter(StorageWriter):
 
 def _unknown_dtype(name: str, dtype: torch.dtype) -> ValueError:
     return ValueError(f"the checkpoint cannot store {name!r} of {dtype}; save it as another dtype.")
+
+
+def _unknown_class(name: str, cls: type) -> TypeError:
+    return TypeError(
+        f"the checkpoint cannot store {name!r}, a tensor of class {cls.__name__} without elements of its own; use an "
+        "optimizer with plain tensors as states, such as AdamW with optimizer_state='int8', or save only weights."
+    )
 
 
 def write_chunks(

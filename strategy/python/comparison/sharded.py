@@ -18,6 +18,7 @@ from weft.strategy.data_parallel.fully_sharded import free_gathered
 from weft.strategy.plan import Plan
 from weft.strategy.planning.layout import MeshSizes
 
+_PIPELINE = "pipeline_parallel"
 _REPLICAS, _DATA, _TENSOR = "data_replicate", "data_parallel", "tensor_parallel"
 
 
@@ -25,21 +26,22 @@ class JobMesh:
     """The mesh of a layout over all ranks of the process group, and the groups of its axes.
 
     data_group: this rank's group along both data axes, data_replicate and data_parallel together.
-    mesh: all axes of the layout.
+    mesh: all axes of the layout; pipeline_parallel only if it has several ranks.
     sharding_mesh: the mesh for FSDP2: data_parallel, or with replicas (data_replicate, data_parallel).
     data_parallel_size: the number of ranks over which each replica is sharded.
     control_group: all ranks, for exchanging results and errors.
     """
 
     def __init__(self, sizes: MeshSizes, device_type: str) -> None:
-        num_data_ranks = sizes.data_replicate * sizes.data_parallel
-        outer = init_device_mesh(device_type, (num_data_ranks, sizes.tensor_parallel), mesh_dim_names=(_DATA, _TENSOR))
+        pipeline = {_PIPELINE: sizes.pipeline_parallel} if sizes.pipeline_parallel > 1 else {}
+        data = {_DATA: sizes.data_replicate * sizes.data_parallel, _TENSOR: sizes.tensor_parallel}
+        outer = _mesh_of(device_type, pipeline | data)
         self.data_group: dist.ProcessGroup = outer.get_group(_DATA)
         self.mesh: DeviceMesh = outer
         self.sharding_mesh: DeviceMesh = outer[_DATA]
         if sizes.data_replicate > 1:
-            shape = (sizes.data_replicate, sizes.data_parallel, sizes.tensor_parallel)
-            self.mesh = init_device_mesh(device_type, shape, mesh_dim_names=(_REPLICAS, _DATA, _TENSOR))
+            data = {_REPLICAS: sizes.data_replicate, _DATA: sizes.data_parallel, _TENSOR: sizes.tensor_parallel}
+            self.mesh = _mesh_of(device_type, pipeline | data)
             self.sharding_mesh = self.mesh[_REPLICAS, _DATA]
         self.data_parallel_size = sizes.data_parallel
         # Not a group of the model, so that ranks can still use it after an error in the model's groups.
@@ -61,6 +63,10 @@ class JobMesh:
         for group in {self.data_group, *self.mesh.get_all_groups()}:
             with contextlib.suppress(RuntimeError):  # raised by backends without abort
                 group.abort()
+
+
+def _mesh_of(device_type: str, axes: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 class ShardedTraining:

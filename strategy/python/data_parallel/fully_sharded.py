@@ -109,6 +109,18 @@ def apply_fsdp(
     return names
 
 
+def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy | None:
+    """Return FSDP2's policy for a precision of Lightning; None: FSDP2 gathers and reduces in the parameters' dtypes.
+
+    Half-precision gradients are always reduced in float32, which increases only the bytes that are sent.
+    """
+    half = {"bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision)
+    if half is None:
+        return None
+    gathered = half if precision.endswith("mixed") else None
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
+
+
 def _disable_prefetch(model: nn.Module, names: list[str]) -> None:
     """Disable prefetch, on CPU: without streams there is no overlap, and a unit gathered ahead only takes memory."""
     for name in names:

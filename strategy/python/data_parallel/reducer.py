@@ -185,7 +185,7 @@ def average_gradient(parameter: Tensor, group: dist.ProcessGroup) -> None:
     local = local_shard(parameter.grad).div_(group.size())
     reduced = local.contiguous()
     dist.all_reduce(reduced, group=group)
-    if reduced.data_ptr() != local.data_ptr():
+    if reduced is not local:
         local.copy_(reduced)
 
 

@@ -121,7 +121,7 @@ class ShardedStates:
     def _flat_shard_of(self, parameter: Tensor) -> Tensor:
         cached = self._flat_shards.get(parameter)
         local = local_shard(parameter)
-        if cached is None or cached.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
+        if cached is None or cached.untyped_storage()._cdata != local.untyped_storage()._cdata:
             made = torch.nn.Parameter(self.local_flat_shard(parameter, local), requires_grad=parameter.requires_grad)
             if cached is None:
                 self._flat_shards[parameter] = cached = made

@@ -152,10 +152,10 @@ def read_config(config: Any, folder: Path, layout: str | None = None) -> Trainin
             "'feed_forward' is one MLP, which cannot be divided into pipeline stages; give a model of Hugging Face, or "
             "leave the pipeline out."
         )
-    if pipeline is not None and options.get("optimizer_in_backward", False) is not False:
+    if pipeline is not None and options.get("optimizer_in_backward") == "rows":
         raise ValueError(
-            "optimizer_in_backward is not supported with pipelines, which accumulate gradients over micro-batches; "
-            "leave one of the two out."
+            "optimizer_in_backward: rows is not supported with pipelines, whose stages accumulate full gradients over "
+            "micro-batches; use true, or leave one of the two out."
         )
     batch = _sizes("batch", config["batch"], ("sequences", "tokens"), needs_all=True)
     return Training(model, hugging_face, mesh, plan, batch, options, pipeline)

@@ -51,7 +51,7 @@ class Estimate:
     Attributes:
         num_parameters: of the full model; tied parameters count once.
         bytes_per_parameter: the bytes of one element of a parameter in training: the element, its gradient, its
-            optimizer state and its half-precision copies.
+            optimizer state and autocast's copy of it.
         mesh: as `Mesh` prints it.
         ranks: one of each set of ranks with equal figures.
         note: a sentence on the categories that are not predicted, in which case the figures are lower bounds; "": none.
@@ -75,26 +75,27 @@ class Estimate:
 
     def __str__(self) -> str:
         total_bytes = round(self.num_parameters * self.bytes_per_parameter)
-        unit = _unit_of(max(rank.peak_bytes for rank in self.ranks))
+        unit, exponent = unit_of(max(rank.peak_bytes for rank in self.ranks))
         lines = [
             f"{self.num_parameters:,} parameters, {self.bytes_per_parameter:g} bytes each in training: "
-            f"{_in(unit, total_bytes)} {unit} in all; mesh {self.mesh or 'of one rank'}; "
-            f"{unit} = 1e{_UNITS[unit]} bytes"
+            f"{in_unit(unit, total_bytes)} {unit} in all; mesh {self.mesh or 'of one rank'}; "
+            f"{unit} = 1e{exponent} bytes"
         ]
         lines += ["", self.note] if self.note else []
         for rank in self.ranks:
             bound = "at least" if self.note else "at most"
             like = f" and {rank.num_ranks - 1} like it" if rank.num_ranks > 1 else ""
-            peak = f"{_in(unit, rank.peak_bytes)} {unit}"
-            lines += ["", f"rank {rank.rank}{like}: {bound} {peak}", *_table(rank.phases, unit)]
+            peak = f"{in_unit(unit, rank.peak_bytes)} {unit}"
+            lines += ["", f"rank {rank.rank}{like}: {bound} {peak}", *table_of(rank.phases, unit)]
         return "\n".join(lines)
 
 
-def _table(phases: Mapping[str, Mapping[str, int]], unit: str) -> list[str]:
+def table_of(phases: Mapping[str, Mapping[str, int]], unit: str) -> list[str]:
+    """Return the lines of a table with a row for each phase and a column for each category."""
     categories = list(next(iter(phases.values())))
     header = ["phase", "total", *(name.replace("_", " ") for name in categories)]
     rows = [
-        [phase, *(_in(unit, size) for size in (sum(usage.values()), *usage.values()))]
+        [phase, *(in_unit(unit, size) for size in (sum(usage.values()), *usage.values()))]
         for phase, usage in phases.items()
     ]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
@@ -104,12 +105,13 @@ def _table(phases: Mapping[str, Mapping[str, int]], unit: str) -> list[str]:
     ]
 
 
-def _unit_of(num_bytes: int) -> str:
-    """Return the largest unit that is not above a number of bytes; the smallest unit if all are above it."""
-    return next((unit for unit, exponent in _UNITS.items() if num_bytes >= 10**exponent), "kB")
+def unit_of(num_bytes: int) -> tuple[str, int]:
+    """Return the largest unit that is not above a number of bytes, else the smallest, and its decimal exponent."""
+    return next((item for item in _UNITS.items() if num_bytes >= 10 ** item[1]), ("kB", _UNITS["kB"]))
 
 
-def _in(unit: str, num_bytes: int) -> str:
+def in_unit(unit: str, num_bytes: int) -> str:
+    """Return a number of bytes in a unit, with three decimals."""
     value = num_bytes / 10 ** _UNITS[unit]
     return f"{value:.3f}" if value >= 5e-4 or value == 0 else "<0.001"
 

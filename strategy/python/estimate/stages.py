@@ -83,22 +83,22 @@ def _saved_bytes(training: Training, num_sequences: int) -> tuple[int, int]:
     """
     tp_size = axis_size(training.mesh, "tensor_parallel")
     # The bytes are linear in the number of blocks, so two depths give those of a block and those of the rest.
-    two_blocks, three_blocks = (_forward_bytes(training, depth, tp_size, num_sequences)[0] for depth in (2, 3))
-    (two_unsharded, logits), (three_unsharded, _) = (
-        _forward_bytes(training, depth, 1, num_sequences) for depth in (2, 3)
-    )
+    two_blocks, three_blocks = (_forward_bytes(training, depth, tp_size, num_sequences) for depth in (2, 3))
+    two_unsharded, three_unsharded = (_forward_bytes(training, depth, 1, num_sequences) for depth in (2, 3))
     rest = two_unsharded - 2 * (three_unsharded - two_unsharded) - _batch_bytes(training, num_sequences)
+    assert training.hugging_face is not None
+    element_bytes = 4 if training.options.get("precision", "32-true") == "32-true" else 2
+    logits = num_sequences * training.batch["tokens"] * int(training.hugging_face["vocab_size"]) * element_bytes
     return three_blocks - two_blocks, rest + logits
 
 
-def _forward_bytes(training: Training, num_layers: int, tp_size: int, num_sequences: int) -> tuple[int, int]:
-    """Return the bytes of saved activations and of temporaries, such as logits, at the peak of the forward.
-
-    `num_layers`: the number of blocks.
-    """
+def _forward_bytes(training: Training, num_layers: int, tp_size: int, num_sequences: int) -> int:
+    """Return the bytes of saved activations at the peak of the forward of a model with `num_layers` blocks."""
     assert training.hugging_face is not None
     model = decoder_of({**training.hugging_face, "num_hidden_layers": num_layers})
     assert model is not None
-    mesh = _plan.Mesh([("tensor_parallel", tp_size)])
-    at_peak = training.spec(model, mesh, sequences=num_sequences).predict(0)["forward"]
-    return at_peak["saved_activations"], at_peak["scratch"]
+    # Parameters that FSDP2 gathers in half precision are not copied again; the number of ranks does not matter.
+    data_size = min(2, axis_size(training.mesh, "data_parallel"))
+    mesh = _plan.Mesh([("data_parallel", data_size), ("tensor_parallel", tp_size)])
+    saved: int = training.spec(model, mesh, sequences=num_sequences).predict(0)["forward"]["saved_activations"]
+    return saved

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from weft.strategy._plan import matches
+from weft.strategy.modules.kept_recomputation import checkpoint
 from weft.strategy.modules.offload import OffloadedModule
 from weft.strategy.sharding.remote_layers import RemoteLayer
 from weft.strategy.sharding.state import cached, original_class, state_of
@@ -204,15 +205,19 @@ class CheckpointedModule:
     checkpoint_mode: tuple[str, bool]  # "full" or "selective", and whether its inputs are offloaded
 
 
+def has_selective_checkpoints(model: nn.Module) -> bool:
+    """Return whether a module has a selective checkpoint, whose saved results support one backward of each forward."""
+    found = (module for module in model.modules() if isinstance(module, CheckpointedModule))
+    return any(module.checkpoint_mode[0] == SELECTIVE for module in found)
+
+
 @cached
 def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[nn.Module]:
     own_forward = cls.forward
-    # torch.compile does not support a context_fn that does nothing.
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == SELECTIVE else {}
+    contexts = _selective_contexts if mode == SELECTIVE else None
 
-    # No parameter of `run` has a name that torch_checkpoint.checkpoint takes as an option. With offload, the tensors
-    # among the keyword arguments are the last len(names) entries of `args`, and `names` has their names: save_on_cpu
-    # offloads only tensors that are positional arguments.
+    # With offload, the tensors among the keyword arguments are the last len(names) entries of `args`, and `names` has
+    # their names: save_on_cpu offloads only tensors that are positional arguments.
     def run(self: nn.Module, make_lengths_context: Any, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:
         num_args = len(args) - len(names)
         with contextlib.nullcontext() if make_lengths_context is None else make_lengths_context():
@@ -226,7 +231,7 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
             names = [name for name, value in kwargs.items() if offload and isinstance(value, Tensor)]
             others = {name: value for name, value in kwargs.items() if name not in names}
             args = (self, _lengths_context(self), others, names, *args, *(kwargs[name] for name in names))
-            return torch_checkpoint.checkpoint(run, *args, use_reentrant=False, **options)
+            return checkpoint(run, *args, contexts=contexts)
 
     namespace = {"__module__": cls.__module__, "forward": forward, "checkpoint_mode": (mode, offload)}
     return type(cls.__name__, (CheckpointedModule, cls), namespace)

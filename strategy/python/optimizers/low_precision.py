@@ -95,15 +95,24 @@ class LowPrecisionOptimizer(Optimizer):
     def initial_states(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the states of a parameter before its first step, except for `low_bits` that exist already."""
         states = {"step": torch.zeros(())}
-        dtype = self.format.state_dtype(parameter)
-        for name, codes in self._codes.items():
-            states[name] = state_shards.new_state(parameter, codes if dtype == torch.int8 else dtype)
-            if dtype == torch.int8:
+        for name, dtype in self.state_dtypes(parameter).items():
+            states[name] = state_shards.new_state(parameter, dtype)
+            if self.has_scale(name, dtype):
                 states[name + SCALE] = state_shards.new_scale(parameter)
+        return states
+
+    def state_dtypes(self, parameter: Tensor) -> dict[str, torch.dtype]:
+        """Return the dtypes of a parameter's elementwise states by name, except for `low_bits` that exist already."""
+        dtype = self.format.state_dtype(parameter)
+        dtypes = {name: codes if dtype == torch.int8 else dtype for name, codes in self._codes.items()}
         low_dtype, is_new = self._low_dtype, LOW_BITS not in self.state.get(parameter, {})
         if low_dtype is not None and parameter.dtype == torch.bfloat16 and is_new:
-            states[LOW_BITS] = state_shards.new_state(parameter, low_dtype)
-        return states
+            dtypes[LOW_BITS] = low_dtype
+        return dtypes
+
+    def has_scale(self, name: str, dtype: torch.dtype) -> bool:
+        """Return whether a state of this dtype has a scale for each block."""
+        return name != LOW_BITS and dtype.itemsize == 1
 
     def begin_rows(self, rows: Tensor, parameter: Tensor, first_row: int) -> None:
         """Note that `rows` are rows of a parameter's local shard, from `first_row` on, until `end_rows`.

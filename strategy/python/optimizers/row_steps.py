@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from weft.strategy import _plan
 from weft.strategy.data_parallel.local import local_shard
 from weft.strategy.optimizers.low_precision import LowPrecisionOptimizer
+from weft.strategy.optimizers.offloaded_states import OffloadedOptimizer
 
 # Optimizers whose elementwise states begin as zeros; the momentum of SGD begins as the first gradient.
 _FROM_ZERO = (Adam, AdamW)
@@ -49,16 +50,17 @@ class RowSteps:
             left: `[tokens, rows]`.
             right: `[tokens, columns]`.
         """
+        if isinstance(self._optimizer, OffloadedOptimizer):
+            with self._optimizer.stepping(parameter):
+                self._step_all(parameter, left, right)
+        else:
+            self._step_all(parameter, left, right)
+
+    def _step_all(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         weight = local_shard(parameter)
-        num_rows, num_columns = weight.shape
-        rows_at_once = self.rows_per_block(weight)
-        buffer = torch.empty(min(rows_at_once, num_rows), num_columns, dtype=left.dtype, device=weight.device)
         before = self._states_before(parameter, weight)
         after: dict[str, Any] = {name: value for name, value in before.items() if _has_rows(value, weight)}
-        for first in range(0, max(1, num_rows), rows_at_once):  # a rank without rows also counts its steps
-            rows = weight[first : first + rows_at_once]
-            gradient = torch.mm(left[:, first : first + len(rows)].t(), right, out=buffer[: len(rows)])
-            rows.grad = gradient.to(rows.dtype)
+        for first, rows in self._blocks(weight, left, right):
             if self._before_step is not None:
                 self._before_step(rows)
             shares = isinstance(self._optimizer, LowPrecisionOptimizer)
@@ -72,6 +74,25 @@ class RowSteps:
                     local_shard(after[name])[first : first + len(rows)] = value
         if after:
             self._optimizer.state[parameter].update(after)
+
+    def gradients(self, parameter: Tensor, left: Tensor, right: Tensor) -> Iterator[Tensor]:
+        """Yield the gradients of blocks of rows, `[rows of the block, columns]`, one at a time; see `step`."""
+        for _, rows in self._blocks(local_shard(parameter), left, right):
+            if self._before_step is not None:
+                self._before_step(rows)
+            assert rows.grad is not None
+            yield rows.grad
+
+    def _blocks(self, weight: Tensor, left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, rows of `weight` with their `grad`), each valid until the next."""
+        num_rows, num_columns = weight.shape
+        rows_at_once = self.rows_per_block(weight)
+        buffer = torch.empty(min(rows_at_once, num_rows), num_columns, dtype=left.dtype, device=weight.device)
+        for first in range(0, max(1, num_rows), rows_at_once):  # a rank without rows also counts its steps
+            rows = weight[first : first + rows_at_once]
+            gradient = torch.mm(left[:, first : first + len(rows)].t(), right, out=buffer[: len(rows)])
+            rows.grad = gradient.to(rows.dtype)
+            yield first, rows
 
     def _states_before(self, parameter: Tensor, weight: Tensor) -> dict[str, Any]:
         """Return the optimizer's states of a parameter; before its first step, those that a step would begin with.

@@ -5,8 +5,8 @@
 
 Start reading with `pipeline.py` (a step), then `runner.py` (one rank's list of actions), `trunk.py` (a stage's part of
 a forward) and `recording.py` (the tensors sent between stages). `stages.py` assigns layers to stages, `choose.py`
-chooses cuts if none are named, `staged_model.py` removes the layers of other stages, `backward.py` runs a stage's
-backward, complete or in two halves.
+chooses cuts if none are named, `target.py` finds the module of a LightningModule to divide, `staged_model.py` removes
+the layers of other stages, `backward.py` runs a stage's backward, complete or in two halves.
 """
 
 from weft.strategy._plan import (

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.strategy._plan import Schedule
 from weft.strategy.pipeline.links import links_enabled
-from weft.strategy.sharding.state import state_of
 
 PIPELINE_AXIS = "pipeline_parallel"
 
@@ -56,16 +54,6 @@ def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup:
             f"named {PIPELINE_AXIS!r}."
         )
     return mesh.get_group(PIPELINE_AXIS)
-
-
-def check_no_sequence_parallel(model: nn.Module) -> None:
-    states = {name: state_of(module) for name, module in model.named_modules()}
-    name = next((name for name, state in states.items() if state is not None and state.sequence_role is not None), None)
-    if name is not None:
-        raise ValueError(
-            f"pipeline: the plan shards the activations of {name!r} along the sequence, which stages do not support; "
-            "use a plan without sequence_parallel."
-        )
 
 
 def check_equal_arguments(

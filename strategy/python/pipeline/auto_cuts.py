@@ -113,25 +113,19 @@ def agree_on_cuts(
     Raises:
         ValueError: see `num_stages_of`; or the first rank cannot choose cuts, for any reason (see `choose_cuts`).
     """
-    num_stages = num_stages_of(auto, schedule, num_ranks)
-    per_rank = num_stages // num_ranks
+    num_stages_of(auto, schedule, num_ranks)  # raises the same error on all ranks
     outcome: list[Any] = [None]
     if not any(mesh.get_coordinate() or ()):
-        generated = schedule
-        if isinstance(generated, str):
-            generated = Schedule.generate(generated, num_ranks, num_micro_batches, per_rank)
-        limit = _bytes_of(device) if auto.memory_limit is None else auto.memory_limit
-        has_example = auto.example is not None
         try:
-            choice = choose_cuts(
+            choice = cuts_on_first_rank(
                 model,
-                num_stages,
-                forward=(lambda: call_with(model, auto.example)) if has_example else forward,
-                forward_may_fail=not has_example,
-                in_flight=generated.simulate().in_flight,
-                state_factor=auto.state_factor / parameter_shards,
-                memory_limit=None if limit is None else limit // per_rank,
-                limit_may_fail=auto.memory_limit is None,
+                auto,
+                schedule,
+                num_ranks=num_ranks,
+                num_micro_batches=num_micro_batches,
+                device=device,
+                forward=forward,
+                parameter_shards=parameter_shards,
             )
             outcome = [(choice, "")]
         except Exception as error:  # any error must reach the other ranks, which wait for an answer
@@ -144,6 +138,41 @@ def agree_on_cuts(
     if chosen is None:
         raise ValueError(reason)
     return chosen
+
+
+def cuts_on_first_rank(
+    model: nn.Module,
+    auto: AutoCuts,
+    schedule: str | Schedule,
+    *,
+    num_ranks: int,
+    num_micro_batches: int,
+    device: torch.device,
+    forward: Callable[[], Any] | None = None,
+    parameter_shards: int = 1,
+) -> Choice:
+    """Return the cuts that the first rank chooses, without communication; see `agree_on_cuts`.
+
+    Raises:
+        ValueError: see `num_stages_of` and `choose_cuts`.
+    """
+    num_stages = num_stages_of(auto, schedule, num_ranks)
+    per_rank = num_stages // num_ranks
+    generated = schedule
+    if isinstance(generated, str):
+        generated = Schedule.generate(generated, num_ranks, num_micro_batches, per_rank)
+    limit = _bytes_of(device) if auto.memory_limit is None else auto.memory_limit
+    has_example = auto.example is not None
+    return choose_cuts(
+        model,
+        num_stages,
+        forward=(lambda: call_with(model, auto.example)) if has_example else forward,
+        forward_may_fail=not has_example,
+        in_flight=generated.simulate().in_flight,
+        state_factor=auto.state_factor / parameter_shards,
+        memory_limit=None if limit is None else limit // per_rank,
+        limit_may_fail=auto.memory_limit is None,
+    )
 
 
 def _bytes_of(device: torch.device) -> int | None:

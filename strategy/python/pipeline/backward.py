@@ -34,16 +34,16 @@ def backward(outputs: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> No
 
 
 def backward_input(
-    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], *, may_split: bool = True
+    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightHalf]:
-    """Return the gradients of `inputs` (leaves), and the remaining half; without `may_split`, nothing remains.
+    """Return the gradients of `inputs` (leaves), and the remaining half.
 
     The gradient of a weight that several nodes between outputs and inputs use directly is computed here, because only a
     run through all of them sums it; the remaining half accumulates it. If such a weight is also reached through nodes
     that lead only to weights, the full backward runs here.
     """
     graph = _Graph([output.node for output in outputs], inputs)
-    if not (may_split and graph.can_be_split):
+    if not graph.can_be_split:
         backward(outputs, gradients)
         return [leaf.grad for leaf in inputs], WeightHalf({}, [], [])
     pairs = list(zip(outputs, gradients, strict=True))

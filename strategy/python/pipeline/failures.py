@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from weft.strategy.agreement import start_name
+
 _pipeline_numbers = itertools.count()  # counts this process's pipelines
 
 
@@ -48,7 +50,7 @@ class Failures:
 
     @property
     def _key(self) -> str:
-        return f"weft/pipeline/{self._number}/{self._step}"
+        return f"weft/pipeline/{start_name()}/{self._number}/{self._step}"
 
     def _publish(self, error: Exception) -> None:
         text = f"rank {dist.get_rank()} left the pipeline's step: {type(error).__name__}: {error}"

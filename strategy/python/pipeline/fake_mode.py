@@ -1,10 +1,11 @@
-"""The mode under which a pipeline computes without values."""
+"""The modes under which a pipeline computes without values."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any, TypeGuard
 
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 class FakeMode(FakeTensorMode):
@@ -21,3 +22,12 @@ class FakeMode(FakeTensorMode):
     def avoid_device_init(self) -> bool:
         """Whether the mode must not initialise a device."""
         return super().avoid_device_init
+
+
+class DryRunMode(FakeMode):
+    """The mode of a dry run, whose tensors stand for those of a training: a pipeline computes with them."""
+
+
+def is_recorded(value: Any) -> TypeGuard[FakeTensor]:
+    """Return whether a value is a fake tensor of a recording: it has a shape, and another stage has its values."""
+    return isinstance(value, FakeTensor) and not isinstance(value.fake_mode, DryRunMode)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from weft.strategy.pipeline.fake_mode import is_recorded
 from weft.strategy.sharding.remote_layers import active_mode
 
 
@@ -41,7 +41,7 @@ class InterceptedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode: Mode | None = active_mode.get()
         if mode is None:
-            if any(isinstance(argument, FakeTensor) for argument in (*args, *kwargs.values())):
+            if any(is_recorded(argument) for argument in (*args, *kwargs.values())):
                 raise RuntimeError(
                     f"pipeline: the layer {self._weft_layer[0]!r} was called outside of the forward with a fake tensor "
                     "of another stage, as torch.utils.checkpoint between layers does; use "

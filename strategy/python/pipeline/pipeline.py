@@ -14,21 +14,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from weft.strategy._plan import Action, Schedule, Span
 from weft.strategy.data_parallel import clip_gradients_by_norm
-from weft.strategy.pipeline.arguments import (
-    check_equal_arguments,
-    check_no_sequence_parallel,
-    pipeline_group,
-    shares_of,
-)
+from weft.strategy.pipeline.arguments import check_equal_arguments, pipeline_group, shares_of
 from weft.strategy.pipeline.auto_cuts import AutoCuts, agree_on_cuts, auto_of
 from weft.strategy.pipeline.failures import Failures
 from weft.strategy.pipeline.links import link_stages, peers_of
 from weft.strategy.pipeline.micro_batches import batch_size_of, signature, split_batch
 from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
+from weft.strategy.pipeline.sequence_lengths import SequenceLengths, check_tokens_stay
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
 from weft.strategy.pipeline.stages import Layers, find_layers
+from weft.strategy.pipeline.steps_in_backward import Stepper, check_can_step
 from weft.strategy.pipeline.tied import TiedGradients, check_equal_shards, secondary_copies
 from weft.strategy.pipeline.verify_cuts import verify_cuts
 from weft.strategy.sharding.shards import TENSOR_PARALLEL
@@ -172,10 +169,14 @@ class Pipeline:
             mp_policy: dtypes of gathered parameters and reduced gradients; None: the dtypes of the parameters.
 
         Raises:
-            ValueError: fully_shard was applied already.
+            ValueError: fully_shard was applied already, or two layers of a rank, or a layer and code between layers,
+                share a parameter.
             RuntimeError: this torch's FSDP2 has no `finalize_backward`.
         """
+        self._staged.check_can_be_sharded(self._rank_of)
         self._runner.sharding = ShardedStages(self._staged, mesh, mp_policy)
+        if mp_policy is not None:
+            self._staged.record_with(mp_policy)
         self._lowered.clear()
         self._recordings.clear()  # `_check_no_shard_reads` accepted all of them while nothing was sharded
 
@@ -307,6 +308,7 @@ class Pipeline:
         split: Split = split_batch,
         weight: LossWeight = batch_size_of,
         scale: float = 1.0,
+        stepper: Stepper | None = None,
     ) -> Tensor:
         """Run forward and backward of one batch in micro-batches; gradients are accumulated. Collective.
 
@@ -321,15 +323,20 @@ class Pipeline:
             weight: the relative weight of a micro-batch's loss. Default: the number of its samples, which is exact for
                 losses that are means over samples.
             scale: a factor for the gradients; the returned loss is not scaled.
+            stepper: a `weft.strategy.StepInBackward`, which steps the optimizer of `model` inside of the schedule: each
+                parameter of a stage in the stage's last backward, where its gradient is then freed. Inside of its
+                `accumulating()`, gradients are only accumulated.
 
         Returns:
             The weighted mean of the losses, `[]`, float64, the same on every rank.
 
         Raises:
             RuntimeError: under `torch.no_grad()`; `loss_fn` does not call the model, calls it twice, or calls it with
-                other shapes or along another path than recorded; an earlier step failed.
+                other shapes or along another path than recorded; the stepper has stepped since the optimizer's
+                `step()`; an earlier step failed.
             TypeError: `loss_fn` did not return a scalar.
-            ValueError: a batch that cannot be split, invalid weights, or a forward that cannot be recorded.
+            ValueError: a batch that cannot be split, invalid weights, a forward that cannot be recorded, or a stepper
+                that steps by rows.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("pipeline: step was called while gradients are disabled; use evaluate, or enable them.")
@@ -351,11 +358,15 @@ class Pipeline:
             return weighted if scale == 1 else weighted * scale
 
         schedule = self.schedule(len(micro_batches))
-        with self.failures.report_failures():
-            work = Work(micro_batches, self._recordings_of(micro_batches, loss_fn), loss_fn, root_of)
+        with self.failures.report_failures():  # once: ranks count the blocks that they enter
+            if stepper is not None:
+                check_can_step(stepper)
+            work = Work(micro_batches, self._recordings_of(micro_batches, loss_fn), loss_fn, root_of, stepper)
             tied = TiedGradients(self._staged, self._rank_of, self._group)
             self._runner.run(schedule, work)
             tied.sum_over_stages()
+            if stepper is not None:
+                stepper.step_gradients(self.model.parameters())
             return self._broadcast_from_last_stage(torch.stack(losses).sum() if losses else None)
 
     def evaluate(self, batch: Any, step: Step, *, split: Split = split_batch) -> list[Any]:
@@ -403,9 +414,9 @@ class Pipeline:
         first call intercepts the calls of layers, so apply plans before it.
         """
         if not self._intercepts_calls:
-            check_no_sequence_parallel(self.model)
             check_equal_shards(self._staged, self._group)
             self._staged.intercept_layer_calls()
+            self._runner.lengths = SequenceLengths(self.model)
             self._intercepts_calls = True
         if split is not None and split is not split_batch:
             return list(split(batch, self.num_micro_batches))
@@ -429,6 +440,7 @@ class Pipeline:
                 return recording
         recording = self._staged.record(step, micro_batch)
         self._check_no_shard_reads(recording)
+        check_tokens_stay(self._staged, recording)
         recordings.append(recording)
         del recordings[:-_MAX_RECORDINGS_PER_KEY]
         if len(self._recordings) > _MAX_KEYS:

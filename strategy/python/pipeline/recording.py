@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from weft.strategy.pipeline.fake_mode import is_recorded
 from weft.strategy.pipeline.layer_calls import InterceptedLayer, Mode, run_in_mode
 from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.random_streams import preserving_random_state
@@ -133,8 +134,10 @@ class _Recorder(Mode):
                 f"{remedy}."
             )
         if stage > self._reached_stage:
-            # Values cross with these versions: a value with a later version was changed in place afterwards.
-            self._versions += (stage - self._reached_stage) * [[value._version for value in self._recording.values]]
+            # Values cross with these versions: a value with a later version was changed in place afterwards. If they
+            # were intercepted, these reads would count as uses on the stage before the boundary.
+            versions = self._without_interception(lambda: [value._version for value in self._recording.values])
+            self._versions += (stage - self._reached_stage) * [versions]
             self._reached_stage = stage
         has_fakes = self._use((args, kwargs))
         if stage == ANY_STAGE and not has_fakes:
@@ -150,7 +153,7 @@ class _Recorder(Mode):
 
     def _use(self, arguments: Any) -> bool:
         """Record that the current stage uses the fake tensors in a call's arguments; return whether there are any."""
-        fakes = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, FakeTensor)]
+        fakes = [leaf for leaf in pytree.tree_leaves(arguments) if is_recorded(leaf)]
         for fake in fakes:
             idx = self._recording.add(fake)
             self._produced.setdefault(idx, self._stage_of_parameter.get(id(fake), self._reached_stage))
@@ -161,7 +164,7 @@ class _Recorder(Mode):
         leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         if not leaves:
             return
-        fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        fakes = [leaf for leaf in leaves if is_recorded(leaf)]
         for fake in fakes:
             self._produced.setdefault(self._recording.add(fake), self._reached_stage)
         self._recording.events.append(Event(name, callee, output if fakes else None, bool(fakes)))
@@ -186,7 +189,7 @@ class _Recorder(Mode):
         targets = [kwargs.get("out")]
         if writes_in_place(name_of(func)) and args:
             targets.append(args[0])
-        is_real = any(isinstance(t, Tensor) and not isinstance(t, FakeTensor) for t in pytree.tree_leaves(targets))
+        is_real = any(isinstance(t, Tensor) and not is_recorded(t) for t in pytree.tree_leaves(targets))
         if is_real and self._recording.num_stages > 1:
             raise ValueError(
                 f"pipeline: {name_of(func)} writes a value that layers compute into a tensor that was made between the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +15,15 @@ from torch.autograd.graph import GradientEdge
 from weft import memory, ops
 from weft.memory.watch import saving
 from weft.strategy._plan import Action, Schedule, Span
+from weft.strategy.modules.kept_recomputation import keeping_recomputed
 from weft.strategy.pipeline.backward import WeightHalf, backward, backward_input, edge_of
 from weft.strategy.pipeline.random_streams import RandomStreams
 from weft.strategy.pipeline.recording import Recording
+from weft.strategy.pipeline.sequence_lengths import Lengths, SequenceLengths
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel
 from weft.strategy.pipeline.step_clock import StepTrace, clock_for
+from weft.strategy.pipeline.steps_in_backward import Stepper, StepsInBackward
 
 # Channel 2s between two ranks carries the inputs of stage s, and channel 2s + 1 their gradients; there are 1023.
 MAX_STAGES = 511
@@ -35,6 +39,7 @@ class _SavedState:
     # Edges of the outputs that were recorded as requiring gradients, in the order of sending; None: in this run, the
     # output does not require a gradient. On the last stage: the edge of the loss.
     outputs: list[GradientEdge | None]
+    lengths: Lengths  # of the sequences in the forward
     seed: Tensor | None = None  # the gradient of the loss
     weight_half: WeightHalf | None = None
 
@@ -48,12 +53,14 @@ class Work:
     step: called once for each stage and micro-batch; only its result on the last stage is used.
     root_of: returns the weighted loss from which a micro-batch's backward starts; its arguments are the micro-batch's
         index and the result of `step`. None: there is no backward, and the run returns the results of `step`.
+    stepper: steps the optimizer inside of the schedule. None: gradients are accumulated.
     """
 
     micro_batches: Sequence[Any]
     recordings: Sequence[Recording]
     step: Callable[[Any], Any]
     root_of: Callable[[int, Any], Tensor] | None = None
+    stepper: Stepper | None = None
 
 
 class Runner:
@@ -62,6 +69,7 @@ class Runner:
     staged: this rank's stages.
     group: the ranks of the pipeline, numbered as in the schedules.
     sharding: gathers and frees the layers of stages, if they are sharded over data-parallel ranks.
+    lengths: the sequence lengths of the stages whose blocks compute on shards of the sequence.
     memory: the bytes that this process held after each computation of the trace, if memory is counted
         (`weft.memory.track`); else empty.
     memory_before: the bytes that this process held before the last run; 0 if memory is not counted.
@@ -70,6 +78,7 @@ class Runner:
     def __init__(self, staged: StagedModel, group: dist.ProcessGroup) -> None:
         self._staged = staged
         self.sharding: ShardedStages | None = None
+        self.lengths = SequenceLengths(staged.model)
         self._group_name = group.group_name
         self._rank = group.rank()
         self._trace: StepTrace | None = None
@@ -105,15 +114,21 @@ class Runner:
             )
         self._has_failed = True
         run = _Run(self, schedule, work)
-        if self.sharding is not None and schedule.has_backward:
-            self.sharding.begin()
+        actions, sharding = schedule.ranks[self._rank], self.sharding if schedule.has_backward else None
+        steps = None
+        if work.stepper is not None:
+            steps = StepsInBackward(work.stepper, self._staged, actions, sharding is not None)
+        if sharding is not None:
+            sharding.begin()
         with self._streams.of_step():
-            for action in schedule.ranks[self._rank]:
-                run.run_action(action)
+            for action in actions:
+                with contextlib.nullcontext() if steps is None else steps.during(action):
+                    run.run_action(action)
         if schedule.has_communication:
             ops.pipeline_flush(self._group_name)
-        if self.sharding is not None and schedule.has_backward:
-            self.sharding.finish()
+        if sharding is not None:
+            with contextlib.nullcontext() if steps is None else steps.reducing():
+                sharding.finish()
         self._has_failed = False
         self._trace, self.memory = run.trace, run.memory
         return run.results
@@ -124,11 +139,13 @@ class _Run:
         self._staged = runner._staged
         self._streams = runner._streams
         self._sharding = runner.sharding
+        self._lengths = runner.lengths
         self._group_name = runner._group_name
         self._rank_of = schedule.rank_of
         self._rank = runner._rank
         self._last_stage = schedule.num_stages - 1
         self._has_backward = schedule.has_backward
+        self._split_stages = {action.stage for action in schedule.ranks[runner._rank] if action.kind == "W"}
         self._work = work
         self._saved: dict[Key, _SavedState] = {}
         self._outputs: dict[Key, list[Tensor]] = {}  # computed here, for the next stage
@@ -180,7 +197,7 @@ class _Run:
         values = [_StageInput.apply(leaf) if need else leaf for leaf, need in zip(leaves, needs, strict=True)]
         work = self._work
         self._streams.begin(i)
-        with saving(received):
+        with saving(received), keeping_recomputed(stage in self._split_stages):
             result, sent = self._staged.run(
                 work.recordings[i],
                 stage,
@@ -202,16 +219,19 @@ class _Run:
             self._outputs[stage, i] = [_tensor_to_send(value) for value in sent]
         if self._has_backward:
             inputs = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
-            self._saved[stage, i] = _SavedState(inputs, outputs, seed)
+            self._saved[stage, i] = _SavedState(inputs, outputs, self._lengths.current(), seed)
         self._record_span("F", stage, i, start)
 
     def _checked_edges(self, stage: int, i: int, sent: list[Tensor]) -> list[GradientEdge | None]:
         edges = []
         for fake, value in zip(self._outgoing(stage, i), sent, strict=True):
             if (value.shape, value.dtype) != (fake.shape, fake.dtype):
+                remedy = "let shapes follow from the inputs' shapes"
+                if value.shape == fake.shape:
+                    remedy = "use the same autocast and the same hooks for all stages and steps"
                 raise RuntimeError(
                     f"pipeline: stage {stage} sends {tuple(value.shape)} {value.dtype} where {tuple(fake.shape)} "
-                    f"{fake.dtype} was recorded; let shapes follow from the inputs' shapes."
+                    f"{fake.dtype} was recorded; {remedy}."
                 )
             if not self._has_backward:
                 continue
@@ -228,7 +248,8 @@ class _Run:
         gradients = self._take_gradients(stage, i)
         start = self._begin_backward()
         saved = self._saved.pop((stage, i))
-        backward(*_paired(saved.outputs, gradients))
+        with self._lengths.restored(saved.lengths):
+            backward(*_paired(saved.outputs, gradients))
         self._gradients[stage, i] = [_gradient_of(leaf, leaf.grad) for leaf in saved.inputs]
         del saved, gradients
         self._record_span("B", stage, i, start)
@@ -237,9 +258,8 @@ class _Run:
         gradients = self._take_gradients(stage, i)
         start = self._begin_backward()
         saved = self._saved[stage, i]
-        found, saved.weight_half = backward_input(
-            *_paired(saved.outputs, gradients), saved.inputs, may_split=not self._staged.has_checkpoints
-        )
+        with self._lengths.restored(saved.lengths):
+            found, saved.weight_half = backward_input(*_paired(saved.outputs, gradients), saved.inputs)
         self._gradients[stage, i] = [_gradient_of(*pair) for pair in zip(saved.inputs, found, strict=True)]
         saved.inputs, saved.outputs = [], []
         del saved, gradients, found
@@ -249,7 +269,8 @@ class _Run:
         start = self._begin_backward()
         saved = self._saved.pop((stage, i))
         assert saved.weight_half is not None
-        saved.weight_half.run()
+        with self._lengths.restored(saved.lengths):
+            saved.weight_half.run()
         del saved
         self._record_span("W", stage, i, start)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 from torch import nn
@@ -42,12 +41,11 @@ class ShardedStages:
         self._mesh = mesh
         self._units: dict[int, list[FSDPModule]] = {stage: [] for stage in staged.stages}
         policy = mp_policy or MixedPrecisionPolicy()
-        for stages, modules in _layers_by_unit(staged):
-            fully_shard(modules, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-            unit = modules[0]
-            assert isinstance(unit, FSDPModule)
-            for stage in stages:
-                self._units[stage].append(unit)
+        for stage, layer in _layers_with_parameters(staged):
+            if not isinstance(layer, FSDPModule):  # a layer may have several names
+                fully_shard(layer, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+            assert isinstance(layer, FSDPModule)
+            self._units[stage].append(layer)
         materialize(staged.model)
         of_layers = {
             id(p) for units in self._units.values() for unit in units for p in cast("nn.Module", unit).parameters()
@@ -87,20 +85,11 @@ class ShardedStages:
         return list(dict.fromkeys(unit for units in self._units.values() for unit in units))
 
 
-def _layers_by_unit(staged: StagedModel) -> list[tuple[Sequence[int], list[nn.Module]]]:
-    """Return (stages, layers) of each FSDP2 unit on this rank; layers that share parameters form one unit."""
-    units: list[tuple[set[int], list[nn.Module], set[int]]] = []  # stages, layers, ids of parameters
-    for name, stage in staged.layers.stage_of.items():
-        if stage == ANY_STAGE or stage not in staged.stages:
-            continue
-        layer = staged.model.get_submodule(name)
-        parameter_ids = {id(parameter) for parameter in layer.parameters()}
-        if not parameter_ids:
-            continue
-        stages, modules = {stage}, [layer]
-        for unit in [unit for unit in units if unit[2] & parameter_ids]:
-            units.remove(unit)
-            unit_stages, unit_modules, unit_ids = unit
-            stages, modules, parameter_ids = stages | unit_stages, [*unit_modules, *modules], parameter_ids | unit_ids
-        units.append((stages, modules, parameter_ids))
-    return [(sorted(stages), modules) for stages, modules, _ in units]
+def _layers_with_parameters(staged: StagedModel) -> list[tuple[int, nn.Module]]:
+    """Return (stage, layer) of each layer on this rank that has parameters; each is a unit of FSDP2."""
+    found = [
+        (stage, staged.model.get_submodule(name))
+        for name, stage in staged.layers.stage_of.items()
+        if stage != ANY_STAGE and stage in staged.stages
+    ]
+    return [(stage, layer) for stage, layer in found if any(True for _ in layer.parameters())]

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
-from weft.strategy.modules.activation_checkpointing import CheckpointedModule
-from weft.strategy.pipeline.fake_mode import FakeMode
+from weft.strategy.modules.activation_checkpointing import repeated_blocks
+from weft.strategy.pipeline.fake_mode import FakeMode, is_recorded
 from weft.strategy.pipeline.layer_calls import intercept_calls, run_in_mode
 from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.random_streams import preserving_random_state
@@ -49,6 +50,7 @@ class StagedModel:
     stages: the stages of this rank.
     device: where the parameters will be, if they are not there yet.
     tied: the parameters that several stages share; each rank with one of these stages has its own copy.
+    blocks: the names of the repeated blocks of the full model, on all stages.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class StagedModel:
         self.layers = layers
         self.stages = tuple(stages)
         self.tied = tied_parameters(model, self.layers)
+        self.blocks = tuple(repeated_blocks(model))
         self._fake_mode = FakeMode()
         self._skeleton = _skeleton_of(model, self.layers, self._fake_mode, device)
         # By the ids of fake parameters. The code between layers may compute with any parameter.
@@ -76,6 +79,15 @@ class StagedModel:
                 owner, _, name = tied.name_on[stage].rpartition(".")
                 mark_copy(model.get_submodule(owner), name, is_first=stage == min(tied.name_on))
         _intercept_layer_calls(self._skeleton, self.layers)
+
+    def stages_of_parameters(self) -> dict[nn.Parameter, set[int]]:
+        """Return, for each parameter of this rank's stages, all stages that have it or a copy of it."""
+        stages_of: dict[nn.Parameter, set[int]] = {}
+        shared = {name: set(tied.name_on) for tied in self.tied for name in tied.name_on.values()}
+        for name, parameter, stage in _parameters_with_stage(self.model, self.layers):
+            if stage in self.stages:
+                stages_of.setdefault(parameter, set()).update(shared.get(name, {stage}))
+        return stages_of
 
     def names_of_copies(self) -> dict[str, str]:
         """Return, by the name of each copy of a tied parameter on this rank, the name of the first stage's copy."""
@@ -96,6 +108,56 @@ class StagedModel:
         if not isinstance(self.model, _Root):
             cls = type(self.model)
             self.model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
+
+    def check_can_be_sharded(self, rank_of: Sequence[int]) -> None:
+        """Raise ValueError if FSDP2 cannot shard the layers of a rank; the same on all ranks.
+
+        FSDP2 replaces the parameters of each layer by shards of their own, so that a parameter that another layer of
+        the rank or the code between layers has, too, would no longer be the same.
+
+        Args:
+            rank_of: the rank of each stage.
+        """
+        owners: dict[tuple[int, int], str] = {}  # by rank and id of the parameter
+        of_layers: dict[int, str] = {}
+        for name, stage in self.layers.stage_of.items():
+            layer = self._skeleton.get_submodule(name)
+            for parameter in layer.parameters() if stage != ANY_STAGE else ():
+                of_layers[id(parameter)] = name
+                other = owners.setdefault((rank_of[stage], id(parameter)), name)
+                if self._skeleton.get_submodule(other) is not layer:
+                    raise ValueError(
+                        f"pipeline: the layers {other!r} and {name!r} of one rank share a parameter, and FSDP2 shards "
+                        "each layer alone; move the cuts so that they are on different ranks, or replicate over the "
+                        "data-parallel ranks (zero_stage 0 or 1)."
+                    )
+        for name in self.layers.parameter_stages:
+            layer_name = of_layers.get(id(self._skeleton.get_parameter(name)))
+            if layer_name is not None:
+                raise ValueError(
+                    f"pipeline: the parameter {name!r} is also one of the layer {layer_name!r}, whose parameters FSDP2 "
+                    "shards; use it inside of the layer only, or replicate over the data-parallel ranks (zero_stage 0 "
+                    "or 1)."
+                )
+
+    def record_with(self, policy: MixedPrecisionPolicy) -> None:
+        """Make the layers of recordings compute in the dtypes that FSDP2 gives to layers of stages with parameters."""
+
+        def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _as_dtype((args, kwargs), policy.param_dtype)
+
+        for name, stage in self.layers.stage_of.items():
+            layer = self._skeleton.get_submodule(name)
+            parameters = list(layer.parameters())
+            if stage == ANY_STAGE or not parameters:
+                continue
+            for parameter in parameters if policy.param_dtype is not None else ():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(policy.param_dtype)
+            if policy.cast_forward_inputs and policy.param_dtype is not None:
+                layer.register_forward_pre_hook(cast_inputs, prepend=True, with_kwargs=True)  # as FSDP2 does
+            if policy.output_dtype is not None:
+                layer.register_forward_hook(lambda module, args, output: _as_dtype(output, policy.output_dtype))
 
     @property
     def skeleton(self) -> nn.Module:
@@ -119,11 +181,6 @@ class StagedModel:
         """Return the stage whose part of a step is running; None: no step is running, or `is_recording`."""
         run = None if self._task is None else self._task.run
         return None if run is None or self.is_recording else run.stage
-
-    @property
-    def has_checkpoints(self) -> bool:
-        """Return whether modules recompute activations in the backward; both halves of a split backward would do so."""
-        return any(isinstance(module, CheckpointedModule) for module in self.model.modules())
 
     def record(self, step: Any, micro_batch: Any) -> Recording:
         """Record the forward that `step(micro_batch)` calls; see `recording.record` for the errors."""
@@ -226,7 +283,7 @@ class StagedModel:
                 f"pipeline: the step ended on stage {stage} of {self.layers.num_stages} "
                 + ("by a call that belongs to a later one." if is_last else "without a call of a later stage's layer.")
             )
-        if is_last and any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(result)):
+        if is_last and any(is_recorded(leaf) for leaf in pytree.tree_leaves(result)):
             raise RuntimeError(
                 "pipeline: the step computed, after the call of the model, with a parameter or a "
                 "value that is on an earlier stage; compute with it inside the forward, or hold the parameter in a "
@@ -378,6 +435,13 @@ def fake_like(tensor: Tensor, fake_mode: FakeTensorMode, device: torch.device | 
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or tensor.device)
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+
+
+def _as_dtype(values: Any, dtype: torch.dtype | None) -> Any:
+    """Return nested values with floating-point tensors in a dtype."""
+    return pytree.tree_map(
+        lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value, values
+    )
 
 
 def tied_parameters(model: nn.Module, layers: Layers) -> list[TiedParameter]:

@@ -7,6 +7,7 @@ event has the time at which the device reaches it, and is read after the step, s
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,7 @@ class HostClock:
     """Reads the host's clock; its marks are seconds."""
 
     def __init__(self) -> None:
-        self._begun, self._start = time.time(), time.perf_counter()
+        self._start = time.perf_counter()
 
     def mark(self) -> float:
         return time.perf_counter() - self._start
@@ -40,7 +41,7 @@ class HostClock:
         return mark
 
     def begun(self) -> float:
-        return self._begun
+        return _earliest_begin(self.mark)
 
 
 class CudaClock:
@@ -62,9 +63,21 @@ class CudaClock:
 
     def begun(self) -> float:
         # Events have no time of the host: wait for one, and count back from there.
-        now = self.mark()
-        now.synchronize()
-        return time.time() - self.seconds(now)
+        return _earliest_begin(lambda: self.seconds(self.mark()))
+
+
+def _earliest_begin(seconds_since_start: Callable[[], float]) -> float:
+    """Return a clock's start as `time.time()`: the present time minus the seconds since the start.
+
+    If the process loses its processor between the two readings, the result is too late, so the earliest of a few
+    counts.
+    """
+
+    def count_back() -> float:
+        seconds = seconds_since_start()
+        return time.time() - seconds
+
+    return min(count_back() for _ in range(5))
 
 
 def clock_for(device: torch.device) -> StepClock:

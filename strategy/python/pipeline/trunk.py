@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from weft.strategy.pipeline.fake_mode import is_recorded
 from weft.strategy.pipeline.layer_calls import InterceptedLayer, Mode
 from weft.strategy.pipeline.recording import VALUE_READS, Event, Recording, comparable_value, name_of
 from weft.strategy.pipeline.stages import ANY_STAGE
@@ -125,7 +126,7 @@ class StageRun(Mode):
 
     def with_values(self, tree: Any) -> Any:
         """Return the tree with received and computed values in place of fake tensors."""
-        return pytree.tree_map(lambda leaf: self._value_of(leaf) if isinstance(leaf, FakeTensor) else leaf, tree)
+        return pytree.tree_map(lambda leaf: self._value_of(leaf) if is_recorded(leaf) else leaf, tree)
 
     def _value_of(self, fake: FakeTensor) -> Tensor:
         idx = self._recording.idx_of(fake)
@@ -155,7 +156,7 @@ class StageRun(Mode):
             if len(recorded) != len(values):
                 raise self._path_error(name)
             for fake, value in zip(recorded, values, strict=True):
-                idx = self._recording.idx_of(fake) if isinstance(fake, FakeTensor) else None
+                idx = self._recording.idx_of(fake) if is_recorded(fake) else None
                 if idx in self._outgoing:
                     self._values[idx] = value
 
@@ -175,14 +176,14 @@ class StageRun(Mode):
 
 def _has_fakes(tree: Any) -> bool:
     if isinstance(tree, Tensor):
-        return isinstance(tree, FakeTensor)
+        return is_recorded(tree)
     if isinstance(tree, (tuple, list)):
         return any(_has_fakes(item) for item in tree)
     if isinstance(tree, dict):
         return any(_has_fakes(item) for item in tree.values())
     if tree is None or isinstance(tree, (int, float, str, torch.dtype, torch.device)):
         return False
-    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(tree))
+    return any(is_recorded(leaf) for leaf in pytree.tree_leaves(tree))
 
 
 def _has_tensor(tree: Any) -> bool:

@@ -48,7 +48,8 @@ def assign_explicit(
     rules = plan.resolve(names_with_remote_layers(model))
     present = {name for name, module in modules.items() if not isinstance(module, RemoteLayer)}
     evidence = Evidence(model, tp_size, verify, example)
-    result = Assignments(tp_size, remarks=evidence.remarks())
+    elsewhere = {name: rule.style for name, rule in rules if name not in present}
+    result = Assignments(tp_size, remarks=evidence.remarks(), styles_elsewhere=elsewhere)
     assign_rules(result, modules, [(name, rule) for name, rule in rules if name in present], evidence)
     check_fit(result, model, evidence)
     return result

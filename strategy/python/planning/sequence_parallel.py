@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.recognition.adapters import collapsed, hidden_adapters
-from weft.strategy.recognition.assignments import AdaptedLayer, Assignment, Assignments, parent_name
+from weft.strategy.recognition.assignments import AdaptedLayer, Assignment, Assignments, join, parent_name
 from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES, features
 from weft.strategy.sharding.sequence_region import Region, SequenceRole
 
 _SHARDED_BY_FEATURES = (*COLUMN_STYLES, *ROW_STYLES)
+_SHARDED_IN_CONTAINER = ("column_row_mlp", "attention")  # rules that give such styles to layers inside
 _TOKEN_STATISTICS = ("BatchNorm", "GroupNorm", "InstanceNorm")  # they compute statistics over tokens
 
 
 def assign_sequence_roles(model: nn.Module, assignments: Assignments, group_name: str) -> dict[int, SequenceRole]:
     """Return the role of each module, by its id, in the repeated blocks whose sequence the plan shards.
+
+    In a pipeline, these are the blocks of this rank's stages; there may be none if other ranks have some.
 
     Raises:
         ValueError: there is no such block, or one has modules that cannot work on a shard of the tokens.
@@ -32,18 +35,24 @@ def assign_sequence_roles(model: nn.Module, assignments: Assignments, group_name
 
 def _roles(model: nn.Module, assignments: Assignments, group_name: str) -> dict[int, SequenceRole]:
     roles: dict[int, SequenceRole] = {}
-    for blocks in _runs(repeated_blocks(model), assignments):
+    found = _find_blocks(model)
+    stage_of = found.stage_of
+    for blocks in _runs(stage_of, assignments):
         region = Region(group_name)
         block_roles: dict[int, SequenceRole] = {}
-        for block in blocks:
+        for i, block in enumerate(blocks):
             _assign_block_roles(block_roles, model, assignments, block, region)
-            is_first, is_last = block == blocks[0], block == blocks[-1]
+            # Values cross the boundary between two stages with all tokens, as in the recorded forward.
+            is_first = i == 0 or stage_of[blocks[i - 1]] != stage_of[block]
+            is_last = block == blocks[-1] or stage_of[blocks[i + 1]] != stage_of[block]
             dim = _features_into(model, assignments, block)
             role = SequenceRole(region, "block", dim, is_first_block=is_first, is_last_block=is_last)
             block_roles[id(model.get_submodule(block))] = role
         _check_in_one_run(block_roles.keys() & roles.keys(), model)
         roles |= block_roles
     if not roles:
+        if _may_shard_elsewhere(found.elsewhere, assignments):
+            return roles
         raise ValueError(
             "sequence_parallel=True finds no repeated blocks with layers that the plan shards, between which "
             "activations would be sharded along the sequence; leave it out, or put the blocks into an nn.ModuleList."
@@ -71,12 +80,59 @@ def _assign_adapter_roles(roles: dict[int, SequenceRole], model: nn.Module, laye
             roles[id(model.get_submodule(dropout))] = dataclasses.replace(role, kind="dropout")
 
 
-def _runs(blocks: list[str], assignments: Assignments) -> list[list[str]]:
-    """Return runs of adjacent blocks of one list that the plan shards; blocks between two runs get all tokens."""
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """The repeated blocks of a model.
+
+    stage_of: the pipeline stage of each block on this rank, by the block's name: 0 without a pipeline; None: the layers
+        of the block are on several stages.
+    elsewhere: the names of the blocks on other ranks of the pipeline.
+    """
+
+    stage_of: dict[str, int | None]
+    elsewhere: tuple[str, ...] = ()
+
+
+def _find_blocks(model: nn.Module) -> _Blocks:
+    from weft.strategy.pipeline.staged_model import find_staged
+    from weft.strategy.pipeline.stages import ANY_STAGE
+
+    found = find_staged(model)
+    if found is None:
+        return _Blocks(dict.fromkeys(repeated_blocks(model), 0))
+    prefix, staged = found
+    layers = {join(prefix, name): stage for name, stage in staged.layers.stage_of.items()}
+    blocks = {
+        block: next((stage for name, stage in layers.items() if f"{block}.".startswith(f"{name}.")), None)
+        for block in (join(prefix, name) for name in staged.blocks)
+    }
+    elsewhere = tuple(block for block, stage in blocks.items() if stage not in (None, ANY_STAGE, *staged.stages))
+    stage_of = {block: stage for block, stage in blocks.items() if block not in elsewhere}
+    # Modules outside of the divided module run on its last stage.
+    outside = [block for block in repeated_blocks(model) if prefix and not f"{block}.".startswith(f"{prefix}.")]
+    return _Blocks(stage_of | dict.fromkeys(outside, staged.layers.num_stages - 1), elsewhere)
+
+
+def _may_shard_elsewhere(blocks: Sequence[str], assignments: Assignments) -> bool:
+    """Return whether the plan shards layers of blocks on other ranks; with a preset, the plan may do so."""
+    styles = assignments.styles_elsewhere
+    if styles is None:
+        return len(blocks) > 0
+    sharding = (*_SHARDED_BY_FEATURES, *_SHARDED_IN_CONTAINER)
+    names = [name for name, style in styles.items() if style in sharding]
+    return any(name.startswith(f"{block}.") for block in blocks for name in names)
+
+
+def _runs(stage_of: Mapping[str, int | None], assignments: Assignments) -> list[list[str]]:
+    """Return runs of adjacent blocks of one list that the plan shards; blocks between two runs get all tokens.
+
+    A run may continue over several pipeline stages of this rank, and over blocks of other ranks. A block whose layers
+    are on several stages is in no run.
+    """
     runs: list[list[str]] = []
     previous_parent = None
-    for block in blocks:
-        if not _is_sharded(block, assignments):
+    for block, stage in stage_of.items():
+        if stage is None or not _is_sharded(block, assignments):
             previous_parent = None
             continue
         if parent_name(block) != previous_parent:

@@ -93,6 +93,8 @@ class Assignments:
     adapted: linear layers with adapters, and the assignments of these layers; `styles` has those of the modules inside.
     gathered: (module, reason) for each warning that a module's weights are sharded and its activations gathered.
     exposed: modules that keep tensors of one rank's features in attributes.
+    styles_elsewhere: the styles that rules give to modules of other pipeline stages, by the modules' names; None: they
+        are not known here, because a preset chooses them on those stages.
     notes: lines of the report, such as on modules that stay replicated.
     remarks: sentences that the user must read.
     """
@@ -107,9 +109,16 @@ class Assignments:
     adapted: dict[str, tuple[AdaptedLayer, Assignment]] = dataclasses.field(default_factory=dict)
     gathered: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     exposed: list[str] = dataclasses.field(default_factory=list)
+    styles_elsewhere: dict[str, str] | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
     remarks: list[str] = dataclasses.field(default_factory=list)
     _probe_results: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def has_sequence_rules(self) -> bool:
+        """Return whether a rule has the style sequence_parallel, for a module of any pipeline stage."""
+        own = (assignment.style for assignment in self.styles.values())
+        return "sequence_parallel" in (*own, *(self.styles_elsewhere or {}).values())
 
     def precision_of(self, module_name: str) -> str:
         """Return the name of the dtype in the rule of a module, else of the nearest parent; "" if no rule names one."""

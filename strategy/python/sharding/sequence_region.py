@@ -19,6 +19,9 @@ from torch import Tensor
 class Region:
     """Adjacent blocks of one list, between which tokens are sharded.
 
+    In a pipeline, a region may have blocks of several stages of this rank. Each stage shards the tokens before its
+    first block and gathers them after its last block.
+
     lengths: (tokens of the full sequence, tokens of this rank) in the current forward, which may be a recomputed one;
     None before the first forward.
     """
@@ -68,7 +71,7 @@ class SequenceRole:
     nn.Dropout on this rank's tokens.
     features: the size of the last dim of the input tokens, by which a "block" and a module that "gathers" tell tokens
     from masks and tables.
-    is_first_block, is_last_block: whether a block is the first, or the last, of the region.
+    is_first_block, is_last_block: whether a block is the first, or the last, of the region on its pipeline stage.
     """
 
     region: Region

@@ -82,8 +82,11 @@ def to_dtensor(
     whether a deferred parameter had to be materialized in full to make a shard of it.
     """
     with torch.no_grad():
-        dtensor, was_full = _shard(parameter, mesh, dim, keeps_deferred)
-        result = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+        result, was_full = _shard(parameter, mesh, dim, keeps_deferred)
+        # nn.Parameter(result) would detach it first, which takes a DTensor milliseconds, and mark the copy so.
+        result.requires_grad_(parameter.requires_grad)
+        result._is_param = True
+        assert isinstance(result, nn.Parameter)
         if parameter.grad is not None:
             result.grad, _ = _shard(parameter.grad, mesh, dim, keeps_deferred)
     result.__dict__.update(attributes_of(parameter))

@@ -28,7 +28,8 @@ class Mlp {
  private:
   Buffer fused_backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad);
   Buffer layered_backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad);
-
+  void make_gradients(const std::string& layer);
+  void free_saved();
   RankMemory* memory_;
   std::vector<std::string> layers_;
   bool is_gated_;
@@ -38,6 +39,8 @@ class Mlp {
   int64_t dim_;
   int64_t hidden_;
   Buffer x_, gate_, up_;
+  Buffer up_input_;                    // of a separate layer, under autocast a copy
+  std::vector<Buffer> weight_copies_;  // under autocast
   // Only for separate layers: the activated gate of a gated MLP, and the input of the last layer.
   Buffer activated_, down_input_;
 };
@@ -47,9 +50,9 @@ class RmsNorm {
  public:
   RmsNorm(RankMemory& memory, std::string name, int64_t dim);
 
-  // Holds `x` until the backward.
+  // Holds `x`, or a float32 copy of it, until the backward.
   Buffer forward(int64_t rows, const Buffer& x);
-  Buffer backward(int64_t rows, const Buffer& grad_y);
+  Buffer backward(int64_t rows, Buffer grad_y);
 
  private:
   RankMemory* memory_;
@@ -67,7 +70,15 @@ class Attention {
   Buffer backward(int64_t rows, const Buffer& grad_y);
 
  private:
+  // The tensors that a projection saves in addition to its parameters.
+  struct Copies {
+    Buffer weight, input;
+  };
+
+  Copies copies_of(const std::string& projection, int64_t rows);
   Buffer apply_rotary(int64_t num);
+  void rotate_back(int64_t num, Buffer& grad);
+  Buffer project_back(const std::string& projection, int64_t num, Copies& copies, Buffer& grad);
 
   RankMemory* memory_;
   std::string name_;
@@ -76,6 +87,7 @@ class Attention {
   int64_t kv_dim_;
   bool is_summed_;  // whether the output is all-reduced
   int64_t num_heads_;
+  Copies query_copies_, key_copies_, value_copies_, output_copies_;
   Buffer x_, query_, key_, value_, output_, logsumexp_;
 };
 

@@ -3,6 +3,7 @@
 #include "weft/strategy/row_blocks.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -66,9 +67,9 @@ RankMemory::RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& 
       tp_size_(axis_size(spec.mesh, "tensor_parallel")),
       dp_size_(axis_size(spec.mesh, "data_parallel")),
       activation_bytes_(spec.precision == Precision::k32True ? 4 : 2),
-      // Embeddings with split weights make the residual stream bfloat16.
+      // Embeddings with split weights, or that FSDP2 gathers, make the residual stream bfloat16.
       wide_bytes_(spec.precision == Precision::kHalfTrue ||
-                          spec.weights != WeightFormat::kLikePrecision
+                          spec.weights != WeightFormat::kLikePrecision || gathers_in_half()
                       ? 2
                       : 4),
       initial_bytes_(spec.precision == Precision::kHalfTrue ? 2 : 4) {
@@ -153,8 +154,20 @@ int64_t RankMemory::low_bits_bytes(std::size_t idx) const {
   return is_split(idx) ? local_elements(idx) * (spec_.weights == WeightFormat::kSplit ? 2 : 1) : 0;
 }
 
+int64_t RankMemory::gathered_bytes(std::size_t idx) const {
+  return gathers_in_half() ? 2 : element_bytes(idx);
+}
+
 int64_t RankMemory::unsharded_bytes(std::size_t idx) const {
-  return num_elements(shapes_[idx]) * element_bytes(idx);
+  return local_elements(idx) * dp_size_ * gathered_bytes(idx);
+}
+
+int64_t RankMemory::unit_elements(int64_t unit) const {
+  int64_t num = 0;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    num += parameters_[i].unit == unit ? local_elements(i) * dp_size_ : 0;
+  }
+  return num;
 }
 
 int64_t RankMemory::unit_bytes(int64_t unit) const {
@@ -165,17 +178,28 @@ int64_t RankMemory::unit_bytes(int64_t unit) const {
   return num_bytes;
 }
 
-int64_t RankMemory::bytes_of_copies() const {
-  int64_t num_bytes = 0;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    num_bytes += element_bytes(i) == 4 ? local_elements(i) * 2 : 0;
+Buffer RankMemory::saved_weight_copies(const std::string& module) {
+  const int64_t num = num_cast_elements(module);
+  return num > 0 ? saved(num) : Buffer();
+}
+
+Buffer RankMemory::gradient_products(const std::string& module) {
+  const int64_t num = num_cast_elements(module);
+  return num > 0 ? scratch(num) : Buffer();
+}
+
+int64_t RankMemory::num_cast_elements(const std::string& module) const {
+  int64_t num = 0;
+  for (const std::size_t idx : by_module_.at(module)) {
+    num += is_autocast() && element_bytes(idx) == 4 ? num_elements(shapes_[idx]) : 0;
   }
-  return num_bytes;
+  return num;
 }
 
 void RankMemory::initialize() {
-  model_buffers_ = hold_bytes(MemoryCategory::kParameters, num_buffer_elements(spec_.model) * 4);
-  communicate(0);
+  model_buffers_ =
+      hold_bytes(MemoryCategory::kParameters, num_buffer_elements(spec_.model) * initial_bytes_);
+  hold_staging(staging_, 0, 0);
   std::vector<Buffer> unsharded(parameters_.size());
   if (!spec_.has_deferred_init) {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -228,7 +252,7 @@ void RankMemory::make_gradients(const std::string& module) {
   for (const std::size_t idx : by_module_.at(module)) {
     if (dp_size_ > 1) {
       parameter_buffers_[idx].unsharded_gradient =
-          hold_bytes(MemoryCategory::kScratch, unsharded_bytes(idx));
+          hold_bytes(MemoryCategory::kScratch, num_elements(shapes_[idx]) * gathered_bytes(idx));
     } else {
       complete_gradient(idx);
     }
@@ -266,7 +290,7 @@ void RankMemory::step_by_rows(std::size_t idx) {
 Buffer RankMemory::weight_sized(const std::string& module) {
   int64_t num_bytes = 0;
   for (const std::size_t idx : by_module_.at(module)) {
-    num_bytes += unsharded_bytes(idx);
+    num_bytes += num_elements(shapes_[idx]) * gathered_bytes(idx);
   }
   return hold_bytes(MemoryCategory::kScratch, num_bytes);
 }
@@ -283,6 +307,26 @@ void RankMemory::hold_gradients_of_previous_step() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     parameter_buffers_[i].gradient = hold_bytes(MemoryCategory::kGradients, local_bytes(i));
   }
+}
+
+void RankMemory::hold_staging_of_previous_step() {
+  if (dp_size_ == 1) {
+    return;
+  }
+  int64_t most = 0;
+  for (std::size_t unit = 0; unit < unsharded_units_.size(); ++unit) {
+    most = std::max(most, unit_elements(static_cast<int64_t>(unit)) * 4);
+  }
+  communicate_data(reduced_staging_bytes(most), false);
+  if (axis_size(spec_.mesh, "data_replicate") > 1) {
+    const int64_t staging_bytes = to_pages(std::min(most / dp_size_, kMaxStagingBytes));
+    hold_staging(replica_staging_, staging_bytes, staging_bytes);
+  }
+}
+
+// A rank stages the segments of the other ranks, each rounded up to cache lines of 64 bytes.
+int64_t RankMemory::reduced_staging_bytes(int64_t num_bytes) const {
+  return (std::min(num_bytes, kMaxStagingBytes) / dp_size_ + 63) / 64 * 64 * (dp_size_ - 1);
 }
 
 void RankMemory::drop_gradients() {
@@ -313,85 +357,111 @@ void RankMemory::step() {
   }
 }
 
-// The all-gathered buffer is freed only after the parameters have been copied out of it.
+// The parameters are copied out of the buffer into which they are gathered.
 void RankMemory::unshard(int64_t unit) {
   if (dp_size_ == 1 || unsharded_units_.at(static_cast<std::size_t>(unit))) {
     return;
   }
   const int64_t num_bytes = unit_bytes(unit);
-  const Buffer input = hold_bytes(MemoryCategory::kScratch, num_bytes / dp_size_);
-  const Buffer gathered = hold_bytes(MemoryCategory::kScratch, num_bytes);
-  communicate(num_bytes / dp_size_);
+  const bool is_cast = gathers_in_half() && !has_split_weights_;
+  Buffer input = is_cast ? hold_bytes(MemoryCategory::kScratch, num_bytes / dp_size_) : Buffer();
+  Buffer gathered = hold_bytes(MemoryCategory::kScratch, num_bytes);
+  communicate_data(num_bytes / dp_size_, true);
+  input.reset();
+  gathered_.reset();
   unsharded_units_.at(static_cast<std::size_t>(unit)) =
       hold_bytes(MemoryCategory::kScratch, num_bytes);
+  if (is_forward_) {
+    gathered_ = std::move(gathered);
+  }
 }
 
 void RankMemory::reshard(int64_t unit) {
   unsharded_units_.at(static_cast<std::size_t>(unit)).reset();
 }
 
+void RankMemory::forward_ends() {
+  gathered_.reset();
+  is_forward_ = false;
+}
+
+// Gradients are reduced in float32 in every precision.
 void RankMemory::reduce_gradients(int64_t unit) {
   if (dp_size_ == 1) {
     return;
   }
   reshard(unit);
-  const int64_t num_bytes = unit_bytes(unit);
-  {
-    const Buffer input = hold_bytes(MemoryCategory::kScratch, num_bytes);
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (parameters_[i].unit == unit) {
-        parameter_buffers_[i].unsharded_gradient.reset();
-      }
-    }
-    const Buffer output = hold_bytes(MemoryCategory::kScratch, num_bytes / dp_size_);
-    // A rank stages the segments of the other ranks, each rounded up to cache lines of 64 bytes.
-    const int64_t segment_bytes = (std::min(num_bytes, kMaxStagingBytes) / dp_size_ + 63) / 64 * 64;
-    communicate(segment_bytes * (dp_size_ - 1));
-  }
+  reduced_.reset();
+  const int64_t num_bytes = unit_elements(unit) * 4;
+  reduced_ = hold_bytes(MemoryCategory::kScratch, num_bytes);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].unit == unit) {
-      complete_gradient(i);
+      parameter_buffers_[i].unsharded_gradient.reset();
+    }
+  }
+  communicate_data(reduced_staging_bytes(num_bytes), false);
+  // The gradients of a unit are views of one tensor in float32, or copies of them in half
+  // precision.
+  const bool is_copied = initial_bytes_ == 2 || has_split_weights_;
+  Buffer output = is_copied ? hold_bytes(MemoryCategory::kScratch, num_bytes / dp_size_) : Buffer();
+  std::vector<Buffer> gradients;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].unit == unit) {
+      gradients.push_back(hold_bytes(MemoryCategory::kGradients, local_bytes(i)));
+      if (!spec_.steps_in_backward) {
+        parameter_buffers_[i].gradient = gradients.back();
+      }
+    }
+  }
+  if (spec_.steps_in_backward) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      if (parameters_[i].unit == unit) {
+        step_temporaries(local_bytes(i));
+      }
+    }
+  }
+  if (axis_size(spec_.mesh, "data_replicate") > 1) {  // until the end of the backward
+    if (is_copied) {
+      averaged_.push_back(std::move(output));
+    } else {
+      std::move(gradients.begin(), gradients.end(), std::back_inserter(averaged_));
     }
   }
 }
 
 void RankMemory::communicate(int64_t num_bytes) {
+  if (tp_size_ == 1) {
+    return;
+  }
   const int64_t staging_bytes = to_pages(std::min(num_bytes, kMaxStagingBytes));
-  hold_staging(staging_bytes, staging_bytes);
+  hold_staging(staging_, staging_bytes, staging_bytes);
+}
+
+// A model with a single unit gathers once and reduces once in a step, so that each message always
+// uses the same buffer.
+void RankMemory::communicate_data(int64_t num_bytes, bool is_gather) {
+  const int64_t staging_bytes = to_pages(std::min(num_bytes, kMaxStagingBytes));
+  const bool is_alone = unsharded_units_.size() == 1;
+  hold_staging(data_staging_,
+               is_alone && !is_gather ? 0 : staging_bytes,
+               is_alone && is_gather ? 0 : staging_bytes);
 }
 
 void RankMemory::communicate_once(int64_t num_bytes) {
-  hold_staging(to_pages(std::min(num_bytes, kMaxStagingBytes)), 0);
+  hold_staging(staging_, to_pages(std::min(num_bytes, kMaxStagingBytes)), 0);
 }
 
-void RankMemory::hold_staging(int64_t first_bytes, int64_t second_bytes) {
+void RankMemory::hold_staging(Staging& staging, int64_t first_bytes, int64_t second_bytes) {
   const int64_t min_bytes = (spec_.mesh.size() == 1 ? 1 : 3) * kPageBytes;
   const int64_t max_bytes = spec_.mesh.size() == 1 ? min_bytes : kMaxStagingBytes;
   const std::array<int64_t, 2> wanted = {
-      std::clamp(first_bytes, std::max(min_bytes, staging_bytes_[0]), max_bytes),
-      std::clamp(second_bytes, std::max(min_bytes, staging_bytes_[1]), max_bytes)};
-  if (wanted != staging_bytes_) {
-    staging_.reset();
-    staging_bytes_ = wanted;
-    staging_ = hold_bytes(MemoryCategory::kCommunication, wanted[0] + wanted[1]);
+      std::clamp(first_bytes, std::max(min_bytes, staging.num_bytes[0]), max_bytes),
+      std::clamp(second_bytes, std::max(min_bytes, staging.num_bytes[1]), max_bytes)};
+  if (wanted != staging.num_bytes) {
+    staging.buffer.reset();
+    staging.num_bytes = wanted;
+    staging.buffer = hold_bytes(MemoryCategory::kCommunication, wanted[0] + wanted[1]);
   }
-}
-
-void RankMemory::copy_weights() {
-  if (spec_.precision == Precision::kHalfMixed) {
-    weight_copies_ = hold_bytes(MemoryCategory::kScratch, bytes_of_copies());
-  }
-}
-
-void RankMemory::copy_gradients() {
-  if (spec_.precision == Precision::kHalfMixed) {
-    gradient_copies_ = hold_bytes(MemoryCategory::kScratch, bytes_of_copies());
-  }
-}
-
-void RankMemory::drop_copies() {
-  weight_copies_.reset();
-  gradient_copies_.reset();
 }
 
 }  // namespace weft::strategy::detail

@@ -23,8 +23,18 @@ class RankMemory {
   Buffer scratch(int64_t num) {
     return hold_bytes(MemoryCategory::kScratch, num * activation_bytes_);
   }
-  // Holds a saved tensor that mixed precision leaves in float32: residual stream, norms and loss.
+  // Holds a saved tensor of the residual stream: float32 with float32 parameters under autocast.
   Buffer saved_wide(int64_t num) { return hold_bytes(saved_category(), num * wide_bytes_); }
+  Buffer scratch_wide(int64_t num) {
+    return hold_bytes(MemoryCategory::kScratch, num * wide_bytes_);
+  }
+  // Hold a float32 tensor in every precision: norms compute in float32.
+  Buffer saved_float32(int64_t num) { return hold_bytes(saved_category(), num * 4); }
+  Buffer scratch_float32(int64_t num) { return hold_bytes(MemoryCategory::kScratch, num * 4); }
+  // Holds a batch of floating-point numbers in the dtype of the parameters.
+  Buffer batch(int64_t num) {
+    return hold_bytes(MemoryCategory::kSavedActivations, num * initial_bytes_);
+  }
   Buffer hold_bytes(MemoryCategory category, int64_t num_bytes) {
     return timeline_.hold(category, num_bytes);
   }
@@ -38,6 +48,34 @@ class RankMemory {
   Buffer scratch_product(int64_t num) {
     return product(MemoryCategory::kScratch, num * activation_bytes_);
   }
+
+  // Return the bytes of the result of a matrix product, and of a tensor of the residual stream.
+  [[nodiscard]] int64_t product_bytes(int64_t num) const { return num * activation_bytes_; }
+  [[nodiscard]] int64_t wide_bytes(int64_t num) const { return num * wide_bytes_; }
+  // Whether layers compute under autocast, which casts inputs and float32 weights of each layer.
+  // FSDP2 gathers parameters in half precision instead.
+  [[nodiscard]] bool is_autocast() const {
+    return spec_.precision == Precision::kAutocast ||
+           (spec_.precision == Precision::kHalfMixed && dp_size_ == 1);
+  }
+  // Whether FSDP2 casts the batch and the parameters that it gathers.
+  [[nodiscard]] bool gathers_in_half() const {
+    return spec_.precision == Precision::kHalfMixed && dp_size_ > 1;
+  }
+  // Whether the loss computes on a float32 copy of logits in half precision.
+  [[nodiscard]] bool casts_loss() const { return activation_bytes_ == 2; }
+  // Whether the residual stream is in half precision, so that norms cast their input.
+  [[nodiscard]] bool is_residual_half() const { return wide_bytes_ == 2; }
+  // Whether autocast casts a float32 residual stream: rotary positions and the gradients of layers'
+  // outputs are float32 then, too.
+  [[nodiscard]] bool has_wide_residual() const { return is_autocast() && !is_residual_half(); }
+  // Return what a layer saves for its backward in place of its input of `num` elements: `x` itself,
+  // or autocast's copy of it; and autocast's copies of a layer's weight and bias, if it makes any.
+  Buffer saved_input(int64_t num, const Buffer& x) { return is_autocast() ? saved(num) : x; }
+  Buffer saved_weight_copies(const std::string& module);
+  // Returns the gradients of a module's parameters in half precision, before they are cast to the
+  // parameters' dtype; empty without autocast.
+  Buffer gradient_products(const std::string& module);
 
   // Records a selective checkpoint: until end_recording(), products count as saved, and the tape
   // holds them, too.
@@ -72,26 +110,33 @@ class RankMemory {
   Buffer weight_sized(const std::string& module);
   // Allocates the gradients of all parameters, which the previous step has left.
   void hold_gradients_of_previous_step();
+  // Holds the staging buffers in which the previous step has reduced gradients over data-parallel
+  // ranks.
+  void hold_staging_of_previous_step();
   void drop_gradients();
   void step();
 
   // All-gather and release the parameters of a fully sharded unit, and reduce-scatter its
-  // gradients. Do nothing without a data-parallel axis.
+  // gradients. Do nothing without a data-parallel axis. In a forward, the buffer that a unit was
+  // gathered into lives until the next unit is gathered, or until forward_ends(); the input of a
+  // reduce-scatter lives until the next one, or until backward_ends().
   void unshard(int64_t unit);
   void reshard(int64_t unit);
   void reduce_gradients(int64_t unit);
+  void forward_ends();
+  void backward_ends() {
+    reduced_.reset();
+    averaged_.clear();
+  }
+  // Whether FSDP2 gathers a unit while the backward of the unit after it computes: weft switches
+  // this off on the CPU, which has no streams.
+  [[nodiscard]] bool prefetches() const { return spec_.device == DeviceKind::kCuda; }
 
   // Grow the two staging buffers, which collectives use in turn, to hold messages of `num_bytes`. A
   // message that is sent once in a step uses the same buffer in each step, because the number of
   // messages in a step is even: communicate_once() grows only that buffer.
   void communicate(int64_t num_bytes);
   void communicate_once(int64_t num_bytes);
-
-  // Allocate and drop half-precision copies of all weights and of their gradients, if the precision
-  // is mixed.
-  void copy_weights();
-  void copy_gradients();
-  void drop_copies();
 
  private:
   struct ParameterBuffers {
@@ -105,6 +150,8 @@ class RankMemory {
   [[nodiscard]] MemoryCategory saved_category() const {
     return replayed_ != nullptr ? MemoryCategory::kScratch : MemoryCategory::kSavedActivations;
   }
+  // Returns the number of elements of a module's parameters that autocast casts.
+  [[nodiscard]] int64_t num_cast_elements(const std::string& module) const;
   // Whether the states, and without a data_parallel axis the weights, are float32 in any format.
   [[nodiscard]] bool is_small(std::size_t idx) const;
   [[nodiscard]] bool is_split(std::size_t idx) const;
@@ -113,18 +160,28 @@ class RankMemory {
   [[nodiscard]] int64_t local_bytes(std::size_t idx) const {
     return local_elements(idx) * element_bytes(idx);
   }
-  [[nodiscard]] int64_t moment_bytes(std::size_t idx) const;     // of one of the optimizer's states
-  [[nodiscard]] int64_t low_bits_bytes(std::size_t idx) const;   // of split weights
-  [[nodiscard]] int64_t unsharded_bytes(std::size_t idx) const;  // sum of data-parallel shards
+  [[nodiscard]] int64_t moment_bytes(std::size_t idx) const;    // of one of the optimizer's states
+  [[nodiscard]] int64_t low_bits_bytes(std::size_t idx) const;  // of split weights
+  [[nodiscard]] int64_t gathered_bytes(std::size_t idx) const;  // of one element
+  // Returns the bytes of a gathered parameter, in the dtype in which the layers compute.
+  [[nodiscard]] int64_t unsharded_bytes(std::size_t idx) const;
+  [[nodiscard]] int64_t unit_elements(int64_t unit) const;
   [[nodiscard]] int64_t unit_bytes(int64_t unit) const;
-  [[nodiscard]] int64_t bytes_of_copies() const;  // of float32 parameters in half precision
   // Allocates the temporaries of torch's loop for one parameter's step. Returns those that it still
   // holds when the next parameter's step begins.
   Buffer step_temporaries(int64_t parameter_bytes);
   // Allocates a parameter's complete gradient, and steps if the step is in the backward.
   void complete_gradient(std::size_t idx);
   void step_by_rows(std::size_t idx);
-  void hold_staging(int64_t first_bytes, int64_t second_bytes);
+  // The two staging buffers of a group.
+  struct Staging {
+    Buffer buffer;
+    std::array<int64_t, 2> num_bytes = {};
+  };
+
+  [[nodiscard]] int64_t reduced_staging_bytes(int64_t num_bytes) const;
+  void communicate_data(int64_t num_bytes, bool is_gather);  // over the data-parallel group
+  void hold_staging(Staging& staging, int64_t first_bytes, int64_t second_bytes);
 
   const TrainingSpec& spec_;
   Timeline& timeline_;
@@ -135,10 +192,13 @@ class RankMemory {
   std::unordered_map<std::string, std::vector<std::size_t>> by_module_;
   std::vector<Buffer> unsharded_units_;  // by unit
   Buffer model_buffers_;
-  Buffer staging_;
-  Buffer weight_copies_;
-  Buffer gradient_copies_;
-  std::array<int64_t, 2> staging_bytes_ = {};
+  Staging staging_;               // of the tensor-parallel group
+  Staging data_staging_;          // of the data-parallel group
+  Staging replica_staging_;       // of the ranks with the same shards
+  Buffer gathered_;               // the last unit, as it was gathered in the forward
+  Buffer reduced_;                // the gradients of the last unit, as they were reduced
+  std::vector<Buffer> averaged_;  // the reduced gradients, which FSDP2 averages over replicas
+  bool is_forward_ = true;
   Tape* recorded_ = nullptr;
   Tape* replayed_ = nullptr;
   int64_t tp_size_ = 1;

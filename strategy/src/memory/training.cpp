@@ -42,11 +42,12 @@ class FeedForwardRun : public Run {
              model.is_gated ? std::vector<std::string>{"w1", "w3", "w2"}
                             : std::vector<std::string>{"w1", "w2"}),
         rows_(rows),
-        batch_(memory.hold_bytes(MemoryCategory::kSavedActivations, rows * model.dim * 4)) {}
+        dim_(model.dim),
+        batch_(memory.batch(rows * model.dim)) {}
 
   void forward() override {
     memory_.unshard(0);
-    mlp_.forward(rows_, batch_);
+    mlp_.forward(rows_, memory_.gathers_in_half() ? memory_.saved(rows_ * dim_) : batch_);
   }
 
   void backward() override {
@@ -58,6 +59,7 @@ class FeedForwardRun : public Run {
   RankMemory& memory_;
   detail::Mlp mlp_;
   int64_t rows_;
+  int64_t dim_;
   Buffer batch_;
 };
 
@@ -86,65 +88,95 @@ class DecoderRun : public Run {
     memory_.unshard(0);
     Buffer x = memory_.saved_wide(rows_ * model_.dim);
     if (has_embedding_sum_) {
-      memory_.communicate(rows_ * model_.dim * 4);
+      memory_.communicate(memory_.wide_bytes(rows_ * model_.dim));
     }
     for (std::size_t i = 0; i < blocks_.size(); ++i) {
       const int64_t unit = static_cast<int64_t>(i) + 1;
       memory_.unshard(unit);
       x = blocks_[i].forward(rows_, x);
-      memory_.reshard(unit);
+      if (i + 1 < blocks_.size()) {
+        memory_.reshard(unit);  // the backward begins with the last unit
+      }
     }
-    normed_ = norm_.forward(rows_, x);
+    const Buffer normed = norm_.forward(rows_, x);
     x.reset();
+    head_copies_ = memory_.saved_weight_copies(head());
+    normed_ = memory_.saved_input(rows_ * model_.dim, normed);
     const Buffer logits = logits_forward();
     targets_ = memory_.hold_bytes(MemoryCategory::kSavedActivations, rows_ * kTokenIdBytes);
-    log_probabilities_ = memory_.saved_wide(rows_ * vocabulary_);
+    const Buffer cast = memory_.casts_loss() ? loss_sized() : Buffer();
+    log_probabilities_ = memory_.casts_loss() ? memory_.saved_float32(rows_ * vocabulary_)
+                                              : memory_.saved(rows_ * vocabulary_);
   }
 
   void backward() override {
     Buffer grad_logits;
     {
-      const Buffer grad = memory_.scratch(rows_ * vocabulary_);
+      const Buffer grad = loss_sized();
       targets_.reset();
-      grad_logits = memory_.scratch(rows_ * vocabulary_);
+      grad_logits = loss_sized();
     }
     log_probabilities_.reset();
+    if (memory_.casts_loss()) {
+      grad_logits = memory_.scratch(rows_ * vocabulary_);
+    }
     if (gathers_logits_) {
       grad_logits = memory_.scratch(rows_ * own_vocabulary_);
     }
+    Buffer tied_gradient;
     Buffer grad = memory_.scratch(rows_ * model_.dim);
     if (gathers_logits_) {
-      memory_.communicate(rows_ * model_.dim * 4);
+      memory_.communicate(memory_.product_bytes(rows_ * model_.dim));
     }
-    if (!model_.is_tied) {
-      memory_.make_gradients("lm_head");
+    {
+      const Buffer products = memory_.gradient_products(head());
+      if (memory_.is_autocast()) {  // autograd frees them before it casts the products
+        grad_logits.reset();
+        normed_.reset();
+        head_copies_.reset();
+        grad = memory_.scratch_float32(rows_ * model_.dim);
+      }
+      if (model_.is_tied) {
+        tied_gradient = memory_.weight_sized("model.embed_tokens");
+      } else {
+        memory_.make_gradients("lm_head");
+      }
     }
-    const Buffer tied_gradient =
-        model_.is_tied ? memory_.weight_sized("model.embed_tokens") : Buffer();
     grad_logits.reset();
     normed_.reset();
-    grad = norm_.backward(rows_, grad);
+    grad = norm_.backward(rows_, std::move(grad));
     for (std::size_t i = blocks_.size(); i-- > 0;) {
       const int64_t unit = static_cast<int64_t>(i) + 1;
       memory_.unshard(unit);
-      if (i > 0) {
-        memory_.unshard(unit - 1);  // prefetched while this unit computes
+      if (i > 0 && memory_.prefetches()) {
+        memory_.unshard(unit - 1);
       }
       grad = blocks_[i].backward(rows_, grad);
       memory_.reduce_gradients(unit);
     }
     memory_.make_gradients("model.embed_tokens");
+    tied_gradient.reset();
     memory_.reduce_gradients(0);
   }
 
  private:
+  [[nodiscard]] std::string head() const {
+    return model_.is_tied ? "model.embed_tokens" : "lm_head";
+  }
+
+  // The cross-entropy computes in float32, on a copy of logits in half precision.
+  Buffer loss_sized() {
+    return memory_.casts_loss() ? memory_.scratch_float32(rows_ * vocabulary_)
+                                : memory_.scratch(rows_ * vocabulary_);
+  }
+
   // The all-gather orders logits by rank; a copy then orders them by class.
   Buffer logits_forward() {
     Buffer logits_shard = memory_.scratch(rows_ * own_vocabulary_);
     if (!gathers_logits_) {
       return logits_shard;
     }
-    memory_.communicate_once(rows_ * own_vocabulary_ * 4);
+    memory_.communicate_once(memory_.product_bytes(rows_ * own_vocabulary_));
     const Buffer by_rank = memory_.scratch(rows_ * vocabulary_);
     return memory_.scratch(rows_ * vocabulary_);
   }
@@ -158,7 +190,7 @@ class DecoderRun : public Run {
   int64_t own_vocabulary_ = 0;  // the number of logits of a token that this rank computes
   bool has_embedding_sum_ = false;
   bool gathers_logits_ = false;
-  Buffer batch_, normed_, log_probabilities_, targets_;
+  Buffer batch_, normed_, head_copies_, log_probabilities_, targets_;
 };
 
 std::unique_ptr<Run> make_run(RankMemory& memory, const TrainingSpec& spec) {
@@ -311,14 +343,14 @@ std::vector<PhaseMemory> predict_memory(const TrainingSpec& spec, int64_t global
   if (!spec.steps_in_backward) {
     memory.hold_gradients_of_previous_step();
   }
+  memory.hold_staging_of_previous_step();
   const auto run = make_run(memory, spec);
-  memory.copy_weights();
   run->forward();
+  memory.forward_ends();
   memory.drop_gradients();
   timeline.begin_phase("backward");
-  memory.copy_gradients();
   run->backward();
-  memory.drop_copies();
+  memory.backward_ends();
   timeline.begin_phase("step");
   memory.step();
   return timeline.phases();
@@ -364,7 +396,14 @@ ParameterCost parameter_cost(const TrainingSpec& spec) {
   const bool is_split = spec.weights != WeightFormat::kLikePrecision;
   const double size = is_split || spec.precision == Precision::kHalfTrue ? 2 : 4;
   const double low_bits = !is_split ? 0 : spec.weights == WeightFormat::kSplit ? 2 : 1;
-  const double copies = spec.precision == Precision::kHalfMixed && !is_split ? 4 : 0;
+  // Autocast's copies of the weights, which the layers save for the backward.
+  const bool is_gathered_in_half =
+      spec.precision == Precision::kHalfMixed && detail::axis_size(spec.mesh, "data_parallel") > 1;
+  const bool is_mixed =
+      spec.precision == Precision::kHalfMixed || spec.precision == Precision::kAutocast;
+  const bool has_copies =
+      is_mixed && !is_gathered_in_half && !is_split && spec.checkpointing == Checkpointing::kNone;
+  const double copies = has_copies ? 2 : 0;
   const double gradient = spec.steps_in_backward ? 0 : size;
   const auto num_moments = static_cast<double>(detail::num_moments(spec.optimizer));
   cost.bytes_per_element =

@@ -127,11 +127,13 @@ TEST(MemoryModel, UnevenShardsGiveRanksDifferentPredictions) {
   EXPECT_EQ(ranks, (std::vector<std::pair<int64_t, int64_t>>{{0, 2}, {2, 1}, {3, 1}}));
 }
 
-TEST(MemoryModel, MixedPrecisionAdamNeedsTwentyBytesPerParameter) {
+TEST(MemoryModel, MixedPrecisionAddsCopiesOfWeightsUnlessTheyAreGathered) {
   TrainingSpec spec{.model = llama_70b(), .mesh = Mesh(), .plan = {}};
   spec.precision = Precision::kHalfMixed;
   EXPECT_EQ(parameter_cost(spec).num_elements, 70'553'706'496);
-  EXPECT_EQ(parameter_cost(spec).bytes_per_element, 20);
+  EXPECT_EQ(parameter_cost(spec).bytes_per_element, 18);
+  spec.mesh = Mesh({{"data_parallel", 8}});
+  EXPECT_EQ(parameter_cost(spec).bytes_per_element, 16);
   spec.precision = Precision::k32True;
   EXPECT_EQ(parameter_cost(spec).bytes_per_element, 16);
   spec.precision = Precision::kHalfTrue;

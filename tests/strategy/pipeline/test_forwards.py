@@ -70,6 +70,18 @@ def test_recordings_keep_buffers_and_follow_flags(rank: int, world_size: int) ->
 
 
 @on_ranks(2)
+def test_only_values_of_later_stages_cross(world_size: int) -> None:
+    """Four stages: each boundary has the output of the layer before it, and none of earlier layers."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    mesh = init_device_mesh("cpu", (world_size,))
+    pipeline = Pipeline(model, mesh, ["2", "4", "6"], schedule="interleaved", num_micro_batches=2)
+    pipeline.step(torch.randn(4, 4), lambda x: model(x).sum())
+    [[recording]] = pipeline._recordings.values()
+    outputs = {event.name: recording.idx_of(event.output) for event in recording.events}
+    assert recording.crossings == [[outputs[last]] for last in ("1", "3", "5")]
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("path", "error", "message"),
     [

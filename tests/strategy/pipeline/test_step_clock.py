@@ -113,11 +113,28 @@ def test_begin_of_a_cuda_clock_is_a_time_of_the_host() -> None:
         assert isinstance(clock, CudaClock)
         for _ in range(7):
             clock.mark()
-        # The event that begun() waits for is 8 ticks after the start.
+        # begun() counts back from five events, 8 to 12 ticks after the start, and returns the earliest result.
         before = time.time()
-        now = clock.begun() + 8 * TICK_SECONDS
+        now = clock.begun() + 12 * TICK_SECONDS
         assert before <= now <= time.time()
         assert device.num_waits > 0
+
+
+def test_begin_is_exact_if_the_process_loses_its_processor() -> None:
+    """A delay between the readings of the two clocks does not shift this rank's times against those of other ranks."""
+    delays = iter([0.0, 0.3, 0.2, 0.0, 0.5, 0.1])  # before each reading of time.time()
+    now = 100.0
+
+    def read_time() -> float:
+        nonlocal now
+        now += next(delays)
+        return now
+
+    with mock.patch.object(time, "perf_counter", lambda: now), mock.patch.object(time, "time", read_time):
+        begun = read_time()
+        clock = HostClock()
+        now += 2.0
+        assert clock.begun() == pytest.approx(begun, abs=1e-9)
 
 
 def test_trace_without_step_is_empty() -> None:

@@ -4,7 +4,7 @@
 // simulated with the sizes of all tensors, without allocating any. A layer saves and allocates what
 // weft's operators and torch's eager kernels save and allocate on the CPU, so that a prediction can
 // be compared with the bytes that `weft.memory` counts. Predictions for CUDA differ only in the
-// number of rows that steps_by_rows steps at a time.
+// number of rows that steps_by_rows steps at a time, and in the units that FSDP2 gathers ahead.
 
 #include "weft/strategy/memory_usage.h"
 #include "weft/strategy/mesh.h"
@@ -51,8 +51,9 @@ std::vector<std::string> module_names(const ModelSpec& model);
 enum class Precision {
   k32True,     // all float32
   kHalfTrue,   // all bfloat16 or float16
-  kHalfMixed,  // float32 parameters, gradients and optimizer states; half-precision activations,
-               // and half-precision copies of weights and of their gradients
+  kHalfMixed,  // float32 parameters, gradients and optimizer states; activations in half precision.
+               // FSDP2 gathers parameters in half precision; without it, autocast copies them.
+  kAutocast,   // the same, but autocast copies parameters with FSDP2, too
 };
 
 // The format of an optimizer's states of a parameter with several dims and at least 4096 elements.
@@ -131,7 +132,7 @@ std::vector<RankClass> distinct_ranks(const TrainingSpec& spec);
 
 // The number of parameter elements of the unsharded model, with tied parameters counted once, and
 // the bytes that training needs for each element: the parameter, its gradient (0 bytes with
-// steps_in_backward), optimizer state and half-precision copies.
+// steps_in_backward), optimizer state and autocast's copy of it.
 struct ParameterCost {
   int64_t num_elements = 0;
   double bytes_per_element = 0;

@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from weft._plugin.in_backward import is_overridden
+from weft.strategy.pipeline.choose import candidates
+from weft.strategy.pipeline.staged_model import find_staged
+from weft.strategy.pipeline.stages import check_names, nearest_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +44,6 @@ def find_target(
     Raises:
         ValueError: a module or cut is unknown, or no module contains all cuts, or several do.
     """
-    from weft.strategy.pipeline import find_staged
-
     if given is None and (found := find_staged(module)) is not None:  # an earlier run has divided the module
         given = found[0]
     if given is None:
@@ -56,15 +56,13 @@ def find_target(
             f"{owner} got pipeline_module={given!r}, which {type(module).__name__} does not have; name one of its "
             f"modules: {children}."
         ) from None
-    if given == "" and not _is_network(module):
+    if given == "" and not has_own_forward(module):
         raise ValueError(
             f"{owner} is to divide {type(module).__name__} itself, which has no forward of its own; write a forward "
             "that calls its layers, and call self(...) in its steps."
         )
     if cuts is None:
         return PipelineTarget(given, None)
-    from weft.strategy.pipeline.stages import check_names
-
     names = _names(inner)
     relative = tuple(_name_inside(given, cut, names) for cut in cuts)
     check_names(names, relative)
@@ -76,15 +74,13 @@ def _infer_name(owner: str, module: Any, cuts: Sequence[str] | None, num_stages:
     children = dict(_callable_children(module))
     if cuts:
         holders = [name for name, child in children.items() if _contains_all(name, cuts, _names(child))]
-        module_contains_all = _is_network(module) and set(cuts) <= set(_names(module))
+        module_contains_all = has_own_forward(module) and set(cuts) <= set(_names(module))
         cuts_have_prefix = len(holders) == 1 and all(cut.startswith(f"{holders[0]}.") for cut in cuts)
     else:
-        from weft.strategy.pipeline.choose import candidates
-
         holders = [name for name, child in children.items() if len(candidates(child)) >= max(num_stages, 1)]
         if not holders and len(children) == 1:  # with too few layers: `choose_cuts` raises the error
             holders = list(children)
-        module_contains_all, cuts_have_prefix = _is_network(module), True
+        module_contains_all, cuts_have_prefix = has_own_forward(module), True
     if len(holders) == 1 and not module_contains_all:
         return holders[0]
     if len(holders) == 1 and cuts_have_prefix:
@@ -95,8 +91,6 @@ def _infer_name(owner: str, module: Any, cuts: Sequence[str] | None, num_stages:
 
 
 def _why_not_inferred(owner: str, module: Any, cuts: Sequence[str] | None, holders: list[str]) -> str:
-    from weft.strategy.pipeline.stages import nearest_text
-
     name = type(module).__name__
     shown = "pipeline_cuts='auto'" if cuts is None else f"pipeline_cuts={list(cuts)}"
     if holders:
@@ -133,9 +127,11 @@ def _names(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_modules(remove_duplicate=False)]
 
 
-def _is_network(module: Any) -> bool:
-    """Return whether a LightningModule has a forward of its own."""
-    return is_overridden("forward", module, "LightningModule")
+def has_own_forward(module: Any) -> bool:
+    """Return whether a LightningModule has a forward of its own, not that of Lightning's class or of nn.Module."""
+    own: Any = type(module)
+    bases = [cls for cls in own.__mro__ if cls is nn.Module or cls.__name__ == "LightningModule"]
+    return "forward" in vars(module) or all(own.forward is not base.forward for base in bases)
 
 
 def _callable_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

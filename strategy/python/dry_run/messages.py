@@ -1,0 +1,34 @@
+"""The messages between stages that a dry run has sent, and that may not have arrived yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+_SEQUENCE_BITS = 18  # of a tag, see ops/src/pipeline/wire.h; the bits above are those of the channel
+
+
+class SentMessages:
+    """Keeps the tensors of each message until this rank sends the next one on its channel, or waits for all of them.
+
+    In a training, a message is in flight until the peer has received it. When that happens depends on the speeds of the
+    ranks. A rank that computes a value to send usually still holds the one before.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, int, int], tuple[int, list[Tensor]]] = {}  # by channel: tag, tensors
+
+    def add(self, group_name: str, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
+        """Add tensors of a message; all tensors of a message have its tag."""
+        key = (group_name, peer, tag >> _SEQUENCE_BITS)
+        last_tag, kept = self._last.get(key, (None, []))
+        self._last[key] = tag, [*(kept if tag == last_tag else ()), *tensors]
+
+    def in_flight(self) -> list[Tensor]:
+        """Return the tensors of the last message of each channel."""
+        return [tensor for _, tensors in self._last.values() for tensor in tensors]
+
+    def complete(self) -> None:
+        """Release all messages."""
+        self._last.clear()

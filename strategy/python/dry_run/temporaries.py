@@ -1,0 +1,86 @@
+"""Measures the temporary memory inside an operator: each distinct call runs once on zeros, under the real counter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from weft import _memory
+
+# The most bytes that the tensors of a measured call may have.
+MAX_BYTES = 1 << 30
+
+
+class Temporaries:
+    """The bytes that calls allocate and free again inside, by the shapes, strides and dtypes of their arguments.
+
+    Attributes:
+        unmeasured: the names of operators with calls whose tensors have more than `max_bytes`; these count as having no
+            temporaries.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._known: dict[Any, int] = {}
+        self.unmeasured: set[str] = set()
+
+    def of(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Return the bytes of temporaries of a call whose tensors have no values."""
+        leaves, spec = tree_flatten((args, kwargs))
+        # The numbers of an in-place step, such as the row it begins at, are no sizes.
+        has_sizes = bool(func._schema.returns)
+        key = (func, spec, tuple(_key_of(leaf, has_sizes) for leaf in leaves))
+        try:
+            known = self._known.get(key)
+        except TypeError:  # an argument without a hash
+            return 0
+        if known is None:
+            known = self._known[key] = self._measure(func, leaves, lambda new: tree_unflatten(new, spec))
+        return known
+
+    def _measure(self, func: Any, leaves: list[Any], with_leaves: Callable[[list[Any]], Any]) -> int:
+        num_bytes = sum(_extent(leaf) * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+        if num_bytes > self._max_bytes:
+            self.unmeasured.add(str(func))
+            return 0
+        with no_dispatch(), torch.no_grad():
+            args, kwargs = with_leaves([_zeros_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+            inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+            _memory.reset_peak()
+            before = sum(_memory.current().values())
+            try:
+                result = func(*args, **kwargs)
+            except (RuntimeError, NotImplementedError, IndexError, ValueError):
+                return 0  # zeros are no valid argument of every operator
+            rise = sum(_memory.peak().values()) - before
+            made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in _tensors(result)}
+        return max(0, rise - sum(size for storage, size in made.items() if storage not in inputs))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _key_of(leaf: Any, has_sizes: bool) -> Any:
+    """Return what temporaries may depend on: not the value of a float; that of an integer if `has_sizes`."""
+    if not isinstance(leaf, Tensor):
+        is_value = type(leaf) is float or (type(leaf) is int and not has_sizes)
+        return type(leaf), None if is_value else leaf
+    return leaf.shape, leaf.stride(), leaf.dtype
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of elements from the first to the last of a tensor in its storage."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """Return zeros in a new storage, with the strides of a tensor. Zero is a valid index into any dim."""
+    return torch.zeros(_extent(tensor), dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())

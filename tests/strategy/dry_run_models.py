@@ -1,0 +1,223 @@
+"""Models, batches and a training loop with values, for the comparison of dry runs with measured ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from support.example_modules import load_example
+from support.hugging_face import language_model
+from weft.strategy import Plan, StepInBackward, checkpoint_activations, deferred_init, fuse
+from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fsdp
+from weft.strategy.data_parallel.fully_sharded import free_gathered, mixed_precision_policy
+from weft.strategy.pipeline import Pipeline
+from weft.strategy.pipeline.last_stage_modules import LastStageModules
+from weft.strategy.planning.layout import Sizes
+from weft.strategy.verification.evidence import store_rehearsal
+
+SEQUENCES, TOKENS = 4, 64
+NUM_STEPS = 3
+
+
+class TextModel(nn.Module):
+    """The model of the examples with its loss; has `training_step` as a LightningModule has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        example = load_example("model")
+        self.model = example.Transformer(example.ModelArgs(dim=128, n_layers=3, n_heads=8, hidden_dim=384))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.model(batch[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def text_batch() -> Tensor:
+    return torch.arange(SEQUENCES * (TOKENS + 1)).remainder(251).view(SEQUENCES, TOKENS + 1)
+
+
+def long_text_batch() -> Tensor:
+    """Return a batch whose messages between stages are large enough for receive buffers that are used again."""
+    return torch.arange(32 * (2 * TOKENS + 1)).remainder(251).view(32, 2 * TOKENS + 1)
+
+
+_SIZES = {"vocab_size": 512, "max_position_embeddings": 128}
+_LLAMA = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 8}
+_GPT2 = {"vocab_size": 512, "n_embd": 128, "n_layer": 3, "n_head": 8, "n_positions": 128}
+
+
+def llama() -> nn.Module:
+    return language_model("llama", torch.float32, **_SIZES, **_LLAMA, num_key_value_heads=8, use_cache=False)
+
+
+def gpt2() -> nn.Module:
+    return language_model("gpt2", torch.float32, **_GPT2, use_cache=False)
+
+
+def tokens() -> dict[str, Tensor]:
+    ids = torch.arange(SEQUENCES * TOKENS).remainder(512).view(SEQUENCES, TOKENS)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+class ImageModel(nn.Module):
+    """A ResNet of torchvision, with its loss."""
+
+    def __init__(self, name: str = "resnet18") -> None:
+        super().__init__()
+        import torchvision
+
+        self.net = getattr(torchvision.models, name)(num_classes=10)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self.net(images), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+
+
+def resnet50() -> nn.Module:
+    return ImageModel("resnet50")
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.zeros(2, 3, 64, 64), torch.arange(2)
+
+
+# By name: the function that builds the model, the function that makes the batch, whether it is for training_step.
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "text": (TextModel, text_batch),
+    "long text": (TextModel, long_text_batch),
+    "llama": (llama, tokens),
+    "gpt2": (gpt2, tokens),
+    "resnet18": (ImageModel, images),
+    "resnet50": (resnet50, images),
+}
+
+
+def measured(rank: int, world_size: int, name: str, layout: str, **options: Any) -> dict[str, dict[str, int]]:
+    """Train a model of `MODELS` on this rank; return the peak of each phase by category, as a dry run does."""
+    from ops.memory.counting import counted
+
+    with counted():
+        before = weft.memory.by_category()
+        phases = _train(name, layout, **options)
+    result: dict[str, dict[str, int]] = {}
+    for phase in phases:
+        usage = {category: size - before[category] for category, size in phase.peak.items()}
+        if phase.name in ("forward", "backward", "step"):
+            largest = result.get(phase.name)
+            if largest is None or sum(usage.values()) > sum(largest.values()):
+                result[phase.name] = usage
+    return result
+
+
+def _train(
+    name: str,
+    layout: str,
+    *,
+    precision: str = "32-true",
+    activation_checkpointing: str = "none",
+    optimizer_state: str = "float32",
+    master_weights: str = "float32",
+    optimizer_in_backward: bool | str = False,
+    sequence_parallel: bool = False,
+    zero_stage: int = 3,
+    pipeline_cuts: Sequence[str] = (),
+    pipeline_schedule: str = "1f1b",
+    num_micro_batches: int | None = None,
+) -> list[weft.memory.Phase]:
+    build, make_batch = MODELS[name]
+    sizes = Sizes.parse(layout)
+    shape = {"data_replicate": sizes.data_replicate, "data_parallel": sizes.data_parallel}
+    if sizes.pipeline_parallel > 1:
+        shape = {"pipeline_parallel": sizes.pipeline_parallel, **shape}
+    names = (*shape, "tensor_parallel")
+    # New groups for all axes: the default group has staging buffers that earlier cases have touched.
+    new_groups = dict.fromkeys(names, "cpu:weft")
+    mesh_shape = (*shape.values(), sizes.tensor_parallel)
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names, backend_override=new_groups)
+    shards = sizes.data_parallel > 1 and zero_stage >= 2
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    with deferred_init():
+        model = build().to(dtype).train()
+    steps = hasattr(model, "training_step")
+    plan = Plan("auto", sequence_parallel=sequence_parallel)
+    pipeline = None
+    if sizes.pipeline_parallel > 1:
+        [(divided_name, divided)] = model.named_children() if steps else [("", model)]
+        options = {"schedule": pipeline_schedule, "num_micro_batches": num_micro_batches}
+        if sizes.tensor_parallel > 1:  # for the verification of the plan, as under the Trainer
+            store_rehearsal(model)
+        pipeline = Pipeline(divided, mesh, pipeline_cuts, **options)
+        if steps:
+            LastStageModules(model, divided_name, pipeline.has_last_stage)
+    stays_plain = shards and pipeline is None
+    weft.parallelize(model, mesh["tensor_parallel"], plan, keeps_plain_on_one_rank=stays_plain, keeps_deferred=shards)
+    checkpoint_activations(model, activation_checkpointing)
+    if pipeline is not None and shards:
+        pipeline.fully_shard(mesh["data_parallel"], mp_policy=mixed_precision_policy(precision))
+    elif shards:
+        axes = mesh["data_replicate", "data_parallel"] if sizes.data_replicate > 1 else mesh["data_parallel"]
+        policy, entry_points = mixed_precision_policy(precision), ["training_step"] if steps else None
+        apply_fsdp(model, axes, reshard_after_forward=zero_stage == 3, mp_policy=policy, entry_points=entry_points)
+    optimizer = model.configure_optimizers() if steps else torch.optim.AdamW(model.parameters())
+    fuse(optimizer, model, optimizer_state=optimizer_state, master_weights=master_weights)
+    reducer = None
+    if not shards and sizes.data_parallel * sizes.data_replicate > 1 and not optimizer_in_backward:
+        reducer = GradientReducer(model, mesh["data_parallel"].get_group())
+    if zero_stage == 1:
+        ShardedStates(optimizer, mesh["data_parallel"].get_group())
+    watch = weft.memory.watch(model, optimizer)
+    stepper = None
+    if optimizer_in_backward:
+        stepper = StepInBackward(model, optimizer, by_rows=optimizer_in_backward == "rows")
+    batch: Any = make_batch()
+    if isinstance(batch, tuple):
+        batch = tuple(each.to(dtype) if each.is_floating_point() else each for each in batch)
+    gc.collect()
+    weft.memory.begin_phase("init")
+    weft.memory.reset_peak()
+    mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
+
+    def loss_fn(batch: Any) -> Tensor:
+        with weft.strategy.local_parameters():
+            loss: Tensor = model.training_step(batch, 0) if steps else model(**batch).loss
+        return loss
+
+    for _ in range(NUM_STEPS):
+        watch.forward_begins(batch)
+        if pipeline is not None:
+            optimizer.zero_grad()
+            with mixed, nullcontext() if reducer is None else reducer.paused():
+                pipeline.step(batch, loss_fn, stepper=stepper)
+            if reducer is not None:
+                reducer.finish()
+            optimizer.step()
+            continue
+        default, _ = torch.get_default_dtype(), torch.set_default_dtype(dtype)
+        with mixed:
+            loss = loss_fn(batch)
+        torch.set_default_dtype(default)
+        optimizer.zero_grad()
+        watch.backward_begins()
+        loss.backward()
+        if reducer is not None:
+            reducer.finish()
+        del loss
+        optimizer.step()
+        if shards:
+            free_gathered(model)
+    watch.remove()
+    return weft.memory.timeline()
