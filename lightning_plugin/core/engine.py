@@ -179,14 +179,6 @@ class Engine:
                 f"{self.name} got {what} on CPU devices, whose activations are in CPU memory already; leave it out."
             )
 
-    def check_state_device(self) -> None:
-        """Raise ValueError if optimizer states are to be kept on a disk, and the devices are no CPUs."""
-        if self.options.offload is not None and self.device.type != "cpu":
-            raise ValueError(
-                f"{self.name} got offload={self.options.offload!r} on {self.device.type} devices, and only states of "
-                "CPU parameters can be kept on a disk; leave it out."
-            )
-
     def begin_run(self, data_axes: DataAxes) -> None:
         """Begin a run on these axes; the process group and the mesh must exist. Collective."""
         self._data_axes = data_axes
@@ -279,7 +271,7 @@ class Engine:
             )
 
     def _offload_states(self, optimizer: Optimizer, target: str) -> None:
-        """Keep the states of an optimizer on a disk; an error of one rank is raised on all. Collective."""
+        """Offload the states of an optimizer; an error of one rank is raised on all. Collective."""
         from weft.strategy import offload_states
         from weft.strategy.agreement import on_all_ranks
 

@@ -93,9 +93,9 @@ class Options:
         master_weights: "float32"; "split", with precision "bf16-mixed" or "bf16-true": weights are bfloat16 and their
             other 16 bits are a state of the optimizer, so that steps are those of float32 weights; "split8": 8 of these
             bits are kept.
-        offload: {"optimizer": "disk:/path"}: keep the states of Adam, AdamW, Adagrad and SGD with momentum in
-            memory-mapped files in this directory, with CPU parameters; see `weft.strategy.offload_states`. None: keep
-            them in memory.
+        offload: {"optimizer": "cpu"} or {"optimizer": "disk:/path"}: keep the states of Adam, AdamW, Adagrad and SGD
+            with momentum in CPU memory, or in memory-mapped files in this directory, and step CUDA parameters on the
+            CPU; see `weft.strategy.offload_states`. None: keep them in the memory of the parameters' device.
         empty_init: with a plan, parameters created in `configure_model` or inside `init_module(empty_init=True)` are
             deferred: applying the plan materializes only the shards of each rank, with the values of an unsharded
             model. False: as in ModelParallelStrategy, where every rank first builds the full model.
@@ -299,12 +299,12 @@ class Options:
             )
 
     def _validate_offload(self, owner: str) -> None:
-        from weft.strategy.optimizers.offloaded_states import directory_of
+        from weft.strategy.optimizers.offload import directory_of
 
         if not isinstance(self.offload, Mapping) or list(self.offload) != ["optimizer"]:
             raise ValueError(
                 f"{owner} got offload={self.offload!r}; pass a dict with the key 'optimizer', as in "
-                "offload={'optimizer': 'disk:/scratch'}."
+                "offload={'optimizer': 'cpu'} or offload={'optimizer': 'disk:/scratch'}."
             )
         try:
             directory_of(self.offload["optimizer"])

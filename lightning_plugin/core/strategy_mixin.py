@@ -110,7 +110,6 @@ class StrategyMixin(StockStrategy):
         engine, options = self._engine, self._engine.options
         engine.check_devices()
         engine.check_offload_device("activation_offload=True", options.activation_offload)
-        engine.check_state_device()
         guard().mark_failed(False)
         guard().watch_signals(self._owns_process_control())
         sizes = engine.sizes_of_mesh()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from weft.strategy.optimizers.fused_optimizers import fuse
     from weft.strategy.optimizers.grad_scaler import agree_on_overflow
     from weft.strategy.optimizers.in_backward import StepInBackward
-    from weft.strategy.optimizers.offloaded_states import offload_states
+    from weft.strategy.optimizers.offload import offload_states
     from weft.strategy.pipeline import Pipeline
     from weft.strategy.pipeline.draw import draw
     from weft.strategy.plan import Plan
@@ -49,7 +49,7 @@ _MODULES = {
     "optimizers.fused_optimizers": ("fuse",),
     "optimizers.grad_scaler": ("agree_on_overflow",),
     "optimizers.in_backward": ("StepInBackward",),
-    "optimizers.offloaded_states": ("offload_states",),
+    "optimizers.offload": ("offload_states",),
     "pipeline": ("Pipeline", "draw"),
     "plan": ("Plan",),
     "pretrained": ("PretrainedReport", "convert", "load_pretrained", "save_pretrained"),

@@ -1,4 +1,7 @@
-"""`offload` in the Trainer and Fabric: the results without it to the bit, on layouts and after loading; errors."""
+"""`offload` in the Trainer and Fabric: the results without it to the bit, on layouts and after loading; errors.
+
+With the target "cpu" on CPU ranks, parameters are stepped on copies, as those of a device.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from support.ranks import on_ranks
 from weft.lightning import WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 from weft.strategy.data_parallel.local import local_shard
-from weft.strategy.optimizers.offloaded_states import OffloadedAdamW, OffloadedLowPrecisionAdamW
+from weft.strategy.optimizers.offload import OffloadedAdamW, OffloadedLowPrecisionAdamW
 
 DIM, HIDDEN, NUM_STEPS = 64, 2048, 4
 
@@ -58,10 +61,19 @@ def _batches() -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(values, batch_size=8)
 
 
-def _fit(world_size: int, folder: Path, ckpt_path: Path | None = None, max_epochs: int = 1, **options: Any) -> Any:
+def fit(
+    world_size: int,
+    folder: Path,
+    ckpt_path: Path | None = None,
+    max_epochs: int = 1,
+    accelerator: str = "cpu",
+    **options: Any,
+) -> Any:
+    """Return a trained Model, its Trainer and its optimizer."""
     is_split = options.get("master_weights") is not None
     model, strategy = Model(), WeftModelParallelStrategy(plan="auto", **options)
     settings = {"max_epochs": max_epochs, "precision": "bf16-mixed" if is_split else "32-true"}
+    settings["accelerator"] = accelerator
     run = trainer(world_size, strategy, folder, use_distributed_sampler=False, **settings)
     run.fit(model, _batches(), ckpt_path=ckpt_path)
     [optimizer] = run.optimizers
@@ -92,24 +104,28 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @on_ranks(2, keeps_groups=True)
-@pytest.mark.parametrize("name", CASES)
-def test_training_and_resuming_have_the_same_bits(rank: int, world_size: int, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "target"), [*((name, "disk") for name in CASES), *((name, "cpu") for name in ("tp2", "split8", "dp2"))]
+)
+def test_training_and_resuming_have_the_same_bits(
+    rank: int, world_size: int, tmp_path: Path, name: str, target: str
+) -> None:
     """One epoch, a checkpoint, and a second epoch; each is also loaded by the other kind of run."""
     set_torchrun_environment(rank, world_size)
-    offload = {"offload": {"optimizer": f"disk:{tmp_path}/states-{rank}"}}
+    offload = {"offload": {"optimizer": "cpu" if target == "cpu" else f"disk:{tmp_path}/states-{rank}"}}
     options = CASES[name]
-    expected = _fit(world_size, tmp_path, **options)
-    run = _fit(world_size, tmp_path, **options, **offload)
+    expected = fit(world_size, tmp_path, **options)
+    run = fit(world_size, tmp_path, **options, **offload)
     kind = OffloadedLowPrecisionAdamW if "optimizer_state" in options else OffloadedAdamW
     assert type(run[2]) is kind and run[2]._kept
     _assert_equal(run, expected, "first epoch")
-    for kept in run[2]._kept.values():
+    for kept in run[2]._kept.values() if target == "disk" else ():
         assert all(local_shard(kept[key].local).nbytes >= 64 << 10 for key in kept)
     folders = [tmp_path / "with", tmp_path / "without"]
     for each, folder in zip((run, expected), folders, strict=True):
         each[1].save_checkpoint(folder)
     resumed = [
-        _fit(world_size, tmp_path, folder, 2, **options, **(offload if folder == folders[1] else {}))
+        fit(world_size, tmp_path, folder, 2, **options, **(offload if folder == folders[1] else {}))
         for folder in folders
     ]
     _assert_equal(resumed[1], resumed[0], "second epoch")
@@ -142,13 +158,16 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(rank: int, world_size: int, tm
     offload = {"optimizer": f"disk:{tmp_path}/{'file' if rank == 1 else rank}"}
     error, message = (FileExistsError, "file") if rank == 1 else (RuntimeError, "rank 1 failed to keep the states of")
     with pytest.raises(error, match=message):
-        _fit(world_size, tmp_path, offload=offload)
+        fit(world_size, tmp_path, offload=offload)
 
 
 INVALID = {
     "none": ({"offload": "disk:/scratch"}, r"got offload='disk:/scratch'; pass a dict with the key 'optimizer'"),
     "key": ({"offload": {"weights": "disk:/scratch"}}, r"got offload=\{'weights': .*\}; pass a dict with the key"),
-    "target": ({"offload": {"optimizer": "cpu"}}, r"'cpu' for optimizer states; pass 'disk:' and a directory"),
+    "target": (
+        {"offload": {"optimizer": "gpu"}},
+        r"'gpu' for optimizer states; pass 'cpu', or 'disk:' and",
+    ),
     "shards": (
         {"offload": {"optimizer": "disk:/scratch"}, "layout": "dp2", "zero_stage": 1},
         r"and zero_stage=1, which shards states in memory; pass zero_stage=0, 2 or 3",

@@ -23,11 +23,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from weft import ops
-from weft.strategy.data_parallel.local import local_shard
+from weft.strategy.data_parallel.local import local_gradient, local_shard
 from weft.strategy.optimizers import state_shards
 from weft.strategy.optimizers.state_format import LOW_BITS, LOW_DTYPES, SCALE, StateFormat, is_small
 from weft.strategy.optimizers.state_shards import Place, place_of
@@ -76,7 +75,7 @@ class LowPrecisionOptimizer(Optimizer):
         local = {name: local_shard(value) for name, value in states.items() if name != "step"}
         self._call(
             local_shard(parameter),
-            _local_gradient(parameter),
+            local_gradient(parameter).contiguous(),
             local,
             group,
             step=int(states["step"]),
@@ -96,10 +95,14 @@ class LowPrecisionOptimizer(Optimizer):
         """Return the states of a parameter before its first step, except for `low_bits` that exist already."""
         states = {"step": torch.zeros(())}
         for name, dtype in self.state_dtypes(parameter).items():
-            states[name] = state_shards.new_state(parameter, dtype)
+            states[name] = state_shards.new_state(parameter, dtype, self.state_device(parameter))
             if self.has_scale(name, dtype):
-                states[name + SCALE] = state_shards.new_scale(parameter)
+                states[name + SCALE] = state_shards.new_scale(parameter, self.state_device(parameter))
         return states
+
+    def state_device(self, parameter: Tensor) -> torch.device:
+        """Return the device of a parameter's states."""
+        return parameter.device
 
     def state_dtypes(self, parameter: Tensor) -> dict[str, torch.dtype]:
         """Return the dtypes of a parameter's elementwise states by name, except for `low_bits` that exist already."""
@@ -273,26 +276,3 @@ for _variant in VARIANTS.values():
     _variant.step = Optimizer.profile_hook_step(_variant.step)  # type: ignore[method-assign]
     _variant.step.hooked = True  # type: ignore[attr-defined]
     _variant.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-
-def _local_gradient(parameter: Tensor) -> Tensor:
-    """Return this rank's gradient of its shard; collective if the gradient is a partial sum.
-
-    Raises:
-        RuntimeError: the gradient is sharded in another way than the parameter.
-    """
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(gradient, DTensor):
-        wanted = parameter.placements if isinstance(parameter, DTensor) else None
-        if wanted is not None and any(p.is_partial() for p in gradient.placements):
-            gradient = gradient.redistribute(placements=wanted)
-        if gradient.placements != wanted:
-            raise RuntimeError(
-                f"the optimizer got a parameter with the placements {wanted} and its gradient with "
-                f"{gradient.placements}; give them the same ones."
-            )
-    local = local_shard(gradient)
-    if local.dtype not in (torch.float32, parameter.dtype):
-        local = local.float()
-    return local.contiguous()

@@ -1,15 +1,21 @@
-"""Keeps the states of an optimizer on a disk: memory-mapped, read before their parameter's step and written behind it.
+"""Keeps the states of an optimizer in CPU memory or on a disk: memory-mapped, read before the step, written behind it.
 
-The states are ordinary tensors whose memory is a file's, so that checkpoints, hashes and steps by rows see no
-difference, and the kernels of the steps stay the same: results are equal to the bit. An optimizer steps one parameter
-at a time. Before a step it starts to read the states of the parameter that came next in the step before, and after the
-step it starts to write the new states. In the time between, the backward or other steps run.
+The states are ordinary tensors whose memory is the CPU's or a file's, so that checkpoints, hashes and steps by rows see
+no difference, and the kernels of the steps stay the same: results are equal to the bit. An optimizer steps one
+parameter at a time. Before a step it starts to read the states of the parameter that came next in the step before, and
+after the step it starts to write the new states. In the time between, the backward or other steps run.
+
+Parameters on other devices, and all parameters if states are in CPU memory, are stepped by `HostSteps`: on the CPU, in
+a thread. A step inside a backward may then go on until the optimizer's `step()`, which waits for it; other steps end
+before they return.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,22 +26,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.strategy.data_parallel.local import local_shard
+from weft.strategy.data_parallel.local import distributed, local_gradient, local_shard
 from weft.strategy.optimizers import state_shards
-from weft.strategy.optimizers.low_precision import (
-    LowPrecisionAdam,
-    LowPrecisionAdamW,
-    LowPrecisionOptimizer,
-    LowPrecisionSGD,
-)
-from weft.strategy.optimizers.state_file import Region, StateFile
+from weft.strategy.optimizers.host_steps import HostSteps
+from weft.strategy.optimizers.low_precision import LowPrecisionOptimizer
+from weft.strategy.optimizers.state_file import NO_REGION, Region, StateFile
 from weft.strategy.optimizers.state_format import LOW_BITS, SCALE
 
-DISK = "disk:"
-# Smaller states stay in memory: they would take a page each, and more time to advise the kernel than to step.
+# Smaller states stay in CPU memory: they would take a page each, and more time to advise the kernel than to step.
 MIN_BYTES = 64 << 10
 # Exactly these classes, and their low-precision variants.
-_STATES: dict[type[Optimizer], tuple[str, ...]] = {
+STATES: dict[type[Optimizer], tuple[str, ...]] = {
     Adam: ("exp_avg", "exp_avg_sq"),
     AdamW: ("exp_avg", "exp_avg_sq"),
     SGD: ("momentum_buffer",),
@@ -43,65 +44,16 @@ _STATES: dict[type[Optimizer], tuple[str, ...]] = {
 }
 
 
-def directory_of(target: object) -> str:
-    """Return the directory of a target "disk:/path".
-
-    Raises:
-        ValueError: another target.
-    """
-    if not isinstance(target, str) or not target.startswith(DISK) or target == DISK:
-        raise ValueError(f"got {target!r} for optimizer states; pass 'disk:' and a directory, as in 'disk:/scratch'.")
-    return target.removeprefix(DISK)
-
-
-def offload_states(optimizer: Optimizer, target: str) -> None:
-    """Keep the states of an optimizer in files on a disk, from now on; each process has files of its own.
-
-    The files have no names, and disappear with the process. States of less than 64 KiB and sparse ones stay in memory.
-    Call it after `fuse`, and before `StepInBackward`. The optimizer stays the same object, of a subclass of its class,
-    and steps one parameter at a time; the results are the same to the bit. Existing states move to the disk.
-
-    Args:
-        optimizer: torch's Adam, AdamW, Adagrad or SGD with momentum, on CPU parameters; or a low-precision variant that
-            `fuse` has made.
-        target: "disk:" and a directory, which is created if it does not exist. A directory of a tmpfs is memory.
-
-    Raises:
-        ValueError: another optimizer, target or device.
-        OSError: the directory cannot be written to, or has too little space for the states.
-    """
-    directory = directory_of(target)
-    if isinstance(optimizer, OffloadedOptimizer):
-        raise ValueError("got an optimizer that keeps its states on a disk already; call offload_states once.")
-    base = type(optimizer)
-    reason = _why_not(base, optimizer.param_groups)
-    wrapper = vars(optimizer).get("step")
-    if reason is None and wrapper is not None and not hasattr(wrapper, "_wrapped_by_lr_sched"):
-        reason = f"{base.__name__} whose step() is replaced"
-    if reason is not None:
-        raise ValueError(_sentence(reason))
-    optimizer.__class__ = _VARIANTS[base]
-    assert isinstance(optimizer, OffloadedOptimizer)
-    optimizer._directory = directory
-    optimizer._forget()
-    try:
-        optimizer._move(optimizer._own_parameters())
-    except BaseException:
-        optimizer.__class__ = base  # type: ignore[assignment]
-        raise
-    vars(optimizer).pop("step", None)  # a scheduler's wrapper; the variant reports its steps itself
-
-
 @dataclass(frozen=True)
 class _Kept:
-    """A state in a file: this rank's shard, and its pages."""
+    """A state in a file or in CPU memory: this rank's shard, and its pages in the file."""
 
     local: Tensor
     region: Region
 
 
 class OffloadedOptimizer(Optimizer):
-    """The base of the variants that keep their states on a disk; `offload_states` makes one.
+    """The base of the variants that keep their states in CPU memory or on a disk; `offload_states` makes one.
 
     Space for the states of a parameter is reserved before its first step. Adam and low-precision variants begin with
     zeros, which are there already; the states that other classes make in their first step move there after it.
@@ -111,12 +63,15 @@ class OffloadedOptimizer(Optimizer):
     """
 
     stepped_class: ClassVar[type[Optimizer]]
-    _directory: str
+    _step_supports_amp_scaling: bool
+    _directory: str | None  # of the files; None: states are in CPU memory
     # By parameter and name: the states, and the zeros that are reserved for states; none for small ones.
     _kept: MutableMapping[Tensor, dict[str, _Kept]]
     _reserved: MutableMapping[Tensor, dict[str, _Kept]]
     _following: MutableMapping[Tensor, Callable[[], Tensor | None]]  # the parameter that is stepped after each
     _last: Callable[[], Tensor | None]  # returns the parameter that was stepped last
+    _host: HostSteps
+    _unfinished: list[tuple[Tensor, dict[str, Any]]]  # parameters whose steps may run, with their local states
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step, one parameter after another, as the step of the class does for all."""
@@ -133,13 +88,69 @@ class OffloadedOptimizer(Optimizer):
             step = step.__wrapped__
         try:
             for parameter, group in due:
+                if self._steps_on_host(parameter):
+                    self._submit(parameter, group, step)
+                    continue
                 self.param_groups = [{**group, "params": [parameter]}]
                 # Rows of a weight require no gradient; `stepping` encloses the steps of all rows.
                 with self.stepping(parameter) if parameter.requires_grad else contextlib.nullcontext():
                     step(self)
         finally:
             self.param_groups = groups
+        if torch._C._current_graph_task_id() == -1:  # outside of a backward
+            self.wait()
         return loss
+
+    def wait(self) -> None:
+        """Wait for the steps that run on the CPU, and make the device wait for the new weights.
+
+        Raises:
+            the first error of a step.
+        """
+        unfinished, self._unfinished = self._unfinished, []
+        if not unfinished:
+            return
+        self._host.wait()
+        for parameter, states in unfinished:
+            own = self.state[parameter]
+            for name, value in states.items():
+                if name not in own:
+                    own[name] = state_shards.like_parameter(value, parameter) if _is_shard(value, parameter) else value
+            self._end_step(parameter)
+
+    def _steps_on_host(self, parameter: Tensor) -> bool:
+        return self._directory is None or parameter.device.type != "cpu"
+
+    @torch.no_grad()
+    def _submit(self, parameter: Tensor, group: Mapping[str, Any], step: Callable[[Optimizer], object]) -> None:
+        """Start the step of a parameter on the CPU, or run that of rows of a parameter."""
+        is_full = parameter.requires_grad
+        if is_full:
+            self._begin_step(parameter)
+        states = {
+            name: local_shard(value) if isinstance(value, Tensor) else value
+            for name, value in self.state.get(parameter, {}).items()
+        }
+        options = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in group.items()}
+        stepped = self.stepped_class.__new__(self.stepped_class)
+        vars(stepped).update(vars(self))
+        regions = [kept.region for kept in self._kept.get(parameter, {}).values()] if is_full else []
+
+        def step_twin(twin: Tensor) -> None:
+            stepped.param_groups = [{**options, "params": [twin]}]
+            stepped.state = defaultdict(dict, {twin: states})
+            if isinstance(stepped, LowPrecisionOptimizer):
+                stepped._rows = {twin: stepped._rows.get(parameter, (parameter, 0))}
+            step(stepped)
+            for region in regions:
+                region.write_behind()
+
+        self._host.submit(local_shard(parameter), local_gradient(parameter), step_twin)
+        if is_full:
+            self._unfinished.append((parameter, states))
+        else:  # the caller goes on with the states
+            self._host.wait()
+            self.state[parameter] = states
 
     @contextlib.contextmanager
     def stepping(self, parameter: Tensor) -> Iterator[None]:
@@ -147,6 +158,11 @@ class OffloadedOptimizer(Optimizer):
 
         Starts to read the states of the next parameter before, and to write those of this parameter after.
         """
+        self._begin_step(parameter)
+        yield
+        self._end_step(parameter)
+
+    def _begin_step(self, parameter: Tensor) -> None:
         if not self._is_kept(parameter):
             self._move([parameter])
         if not self._has_begun(parameter):
@@ -158,7 +174,8 @@ class OffloadedOptimizer(Optimizer):
         following = self._following[parameter]() if parameter in self._following else None
         for kept in self._kept.get(following, {}).values() if following is not None else ():
             kept.region.prefetch()
-        yield
+
+    def _end_step(self, parameter: Tensor) -> None:
         if not self._is_kept(parameter):  # the step has made states
             self._move([parameter])
         self._reserved.pop(parameter, None)
@@ -166,8 +183,22 @@ class OffloadedOptimizer(Optimizer):
             kept.region.write_behind()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as the class does, and move it to new files: an earlier `state_dict` keeps its values."""
-        super().load_state_dict(state_dict)
+        """Load a state as the class does, and move it to new memory: an earlier `state_dict` keeps its values."""
+        self.wait()
+        if isinstance(self, LowPrecisionOptimizer):
+            super().load_state_dict(state_dict)
+        else:
+            # torch's own function would copy all states to the parameters' devices.
+            keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+            on_host = {
+                key for key, p in zip(keys, _parameters_of(self.param_groups), strict=False) if self._steps_on_host(p)
+            }
+            others = {key: states for key, states in state_dict["state"].items() if key not in on_host}
+            super().load_state_dict({**state_dict, "state": others})
+            for key, parameter in zip(keys, _parameters_of(self.param_groups), strict=True):
+                if key in on_host and key in state_dict["state"]:
+                    states = state_dict["state"][key].items()
+                    self.state[parameter] = {name: _adopted(name, value, parameter) for name, value in states}
         self._check(self.param_groups)
         self._forget()
         self._move(self._own_parameters())
@@ -182,12 +213,18 @@ class OffloadedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
+    def state_device(self, parameter: Tensor) -> torch.device:
+        """Return the device of a parameter's states: the CPU."""
+        return torch.device("cpu")
+
     def __getstate__(self) -> dict[str, Any]:
+        self.wait()
         return {**super().__getstate__(), "_directory": self._directory}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()  # a copy has files of its own, from its next step on
+        self._host, self._unfinished = HostSteps(), []
 
     def _forget(self) -> None:
         """Let go of all files; those of states live as long as the states."""
@@ -195,33 +232,35 @@ class OffloadedOptimizer(Optimizer):
         self._last = lambda: None
 
     def _own_parameters(self) -> list[Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p.requires_grad or self.state.get(p)]
+        return [p for p in _parameters_of(self.param_groups) if p.requires_grad or self.state.get(p)]
 
     def _check(self, groups: Iterable[dict[str, Any]]) -> None:
-        if (reason := _why_not(self.stepped_class, groups)) is not None:
-            raise ValueError(_sentence(reason))
+        if (reason := why_not(self.stepped_class, groups)) is not None:
+            raise ValueError(sentence(reason))
 
     def _has_begun(self, parameter: Tensor) -> bool:
         """Return whether a parameter has other states than the lower bits of a split weight."""
         return bool(self.state.get(parameter, {}).keys() - {LOW_BITS})
 
     def _is_kept(self, parameter: Tensor) -> bool:
-        """Return whether all large states of a parameter are in files, and space is reserved if there are none."""
+        """Return whether all large states of a parameter are moved, and space is reserved if there are none."""
         kept = self._kept.get(parameter, {})
         are_same = (
-            name in kept and _is_same(value, kept[name].local)
-            for name, value in _large(self.state.get(parameter, {})).items()
+            name in kept and _is_same(value, kept[name].local) for name, value in self._large(parameter).items()
         )
         return parameter in self._kept and all(are_same) and (self._has_begun(parameter) or parameter in self._reserved)
 
     @torch.no_grad()
     def _move(self, parameters: Iterable[Tensor]) -> None:
-        """Move the states of parameters to files, and reserve space for those that a first step makes."""
+        """Move the states of parameters, and reserve space for those that a first step makes."""
         moved: list[tuple[Tensor, str, Tensor]] = []
         wanted: list[tuple[Tensor, str, Tensor, torch.dtype]] = []
         parameters = list(parameters)
         for parameter in parameters:
-            states = _large(self.state.get(parameter, {}))
+            states = self._large(parameter)
+            for name, value in self.state.get(parameter, {}).items():
+                if name not in states and isinstance(value, Tensor) and local_shard(value).device.type != "cpu":
+                    self.state[parameter][name] = _with_local(value, local_shard(value).cpu())
             kept, reserved = self._kept.get(parameter, {}), self._reserved.get(parameter)
             for name, value in states.items():
                 local = local_shard(value)
@@ -234,22 +273,39 @@ class OffloadedOptimizer(Optimizer):
                 wanted += [
                     (parameter, name, like, dtype)
                     for name, like, dtype in self._first_states(parameter)
-                    if like.numel() * dtype.itemsize >= MIN_BYTES
+                    if like.numel() * dtype.itemsize >= self._min_bytes
                 ]
         size = sum(StateFile.size_of(like, dtype) for _, _, like, dtype in wanted)
-        file = StateFile(self._directory, size) if size else None
+        file = StateFile(self._directory, size) if size and self._directory is not None else None
         for parameter in parameters:
             self._reserved.setdefault(parameter, {})
-            names = _large(self.state.get(parameter, {}))
+            names = self._large(parameter)
             self._kept[parameter] = {n: kept for n, kept in self._kept.get(parameter, {}).items() if n in names}
         for parameter, name, like, dtype in wanted:
-            assert file is not None
-            self._reserved[parameter][name] = _Kept(*file.add(like, dtype))
+            if file is not None:
+                self._reserved[parameter][name] = _Kept(*file.add(like, dtype))
+            else:
+                self._reserved[parameter][name] = _Kept(torch.zeros_like(like, dtype=dtype, device="cpu"), NO_REGION)
         for parameter, name, value in moved:
             self._kept[parameter][name] = kept_state = self._reserved[parameter].pop(name)
             kept_state.local.copy_(local_shard(value))
             kept_state.region.write_behind()
             self.state[parameter][name] = _with_local(value, kept_state.local)
+
+    @property
+    def _min_bytes(self) -> int:
+        return 1 if self._directory is None else MIN_BYTES
+
+    def _large(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the states of a parameter that should be moved."""
+        return {
+            name: value
+            for name, value in self.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+            and (local := local_shard(value)).layout == torch.strided
+            and local.dim() > 0
+            and local.nbytes >= self._min_bytes
+        }
 
     def _first_states(self, parameter: Tensor) -> Iterator[tuple[str, Tensor, torch.dtype]]:
         """Yield (name, tensor with the layout on this rank, dtype) of the states of a first step, without counts."""
@@ -261,7 +317,7 @@ class OffloadedOptimizer(Optimizer):
                     shape = state_shards.scale_shape(local.shape)
                     yield name + SCALE, torch.empty(shape, device="meta"), torch.float32
             return
-        for name in _STATES[self.stepped_class]:
+        for name in STATES[self.stepped_class]:
             yield name, local, local.dtype
         groups = (group for group in self.param_groups if any(parameter is p for p in group["params"]))
         if any(group.get("amsgrad") for group in groups):
@@ -290,95 +346,6 @@ _step.hooked = _step._wrapped_by_lr_sched = True
 OffloadedOptimizer.step = _step  # type: ignore[method-assign]
 
 
-class OffloadedAdam(OffloadedOptimizer, Adam):
-    """Adam with states on a disk."""
-
-    stepped_class = Adam
-
-
-class OffloadedAdamW(OffloadedOptimizer, AdamW):
-    """AdamW with states on a disk."""
-
-    stepped_class = AdamW
-
-
-class OffloadedSGD(OffloadedOptimizer, SGD):
-    """SGD with states on a disk."""
-
-    stepped_class = SGD
-
-
-class OffloadedAdagrad(OffloadedOptimizer, Adagrad):
-    """Adagrad with states on a disk."""
-
-    stepped_class = Adagrad
-
-
-class OffloadedLowPrecisionAdam(OffloadedOptimizer, LowPrecisionAdam):
-    """Adam with low-precision states on a disk."""
-
-    stepped_class = LowPrecisionAdam
-
-
-class OffloadedLowPrecisionAdamW(OffloadedOptimizer, LowPrecisionAdamW):
-    """AdamW with low-precision states on a disk."""
-
-    stepped_class = LowPrecisionAdamW
-
-
-class OffloadedLowPrecisionSGD(OffloadedOptimizer, LowPrecisionSGD):
-    """SGD with low-precision states on a disk."""
-
-    stepped_class = LowPrecisionSGD
-
-
-_VARIANTS: dict[type[Optimizer], type[OffloadedOptimizer]] = {
-    variant.stepped_class: variant
-    for variant in (
-        OffloadedAdam,
-        OffloadedAdamW,
-        OffloadedSGD,
-        OffloadedAdagrad,
-        OffloadedLowPrecisionAdam,
-        OffloadedLowPrecisionAdamW,
-        OffloadedLowPrecisionSGD,
-    )
-}
-
-
-def _why_not(cls: type[Optimizer], groups: Iterable[dict[str, Any]]) -> str | None:
-    """Return why the states of a class with these groups cannot be on a disk; None if they can."""
-    name, reason = cls.__name__, None
-    if cls not in _VARIANTS:
-        known = ", ".join(each.__name__ for each in _STATES)
-        return f"an optimizer of class {name}, and only {known} and what `fuse` makes of them keep states on a disk"
-    for group in groups:
-        if issubclass(cls, SGD) and group.get("momentum") == 0:
-            reason = "SGD without momentum, which has no states"
-        for flag in ("capturable", "differentiable"):
-            if group.get(flag):
-                reason = f"{name} with {flag}=True"
-        for parameter in group["params"]:
-            if parameter.device.type != "cpu":
-                reason = f"{name} with parameters on {parameter.device.type}, and only CPU states can be on a disk"
-    return reason
-
-
-def _sentence(reason: str) -> str:
-    return f"got {reason}; pass another optimizer, or leave the offload out."
-
-
-def _large(states: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the states that should be in files."""
-    return {
-        name: value
-        for name, value in states.items()
-        if isinstance(value, Tensor)
-        and (local := local_shard(value)).layout == torch.strided
-        and local.nbytes >= MIN_BYTES
-    }
-
-
 def _has_layout(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
@@ -393,5 +360,43 @@ def _with_local(value: Tensor, local: Tensor) -> Tensor:
     """Return a tensor with the values of `local`, sharded like `value`."""
     if not isinstance(value, DTensor):
         return local
-    mesh, placements = value.device_mesh, value.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride())
+    return distributed(local, value, value.shape, value.stride())
+
+
+def _is_shard(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == local_shard(parameter).shape
+
+
+def _adopted(name: str, value: Any, parameter: Tensor) -> Any:
+    """Return a saved state in CPU memory, in the dtype that torch's `load_state_dict` gives it."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    local = local_shard(value)
+    if name == "step":
+        return local.to("cpu", torch.float32, copy=True)
+    dtype = parameter.dtype if parameter.is_floating_point() else local.dtype
+    return _with_local(value, local.to("cpu", dtype, copy=local.nbytes < MIN_BYTES))  # larger ones are moved
+
+
+def _parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def why_not(cls: type[Optimizer], groups: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return why the states of an optimizer of this class with these groups cannot move; None if they can."""
+    name, reason = cls.__name__, None
+    for group in groups:
+        if issubclass(cls, SGD) and group.get("momentum") == 0:
+            reason = "SGD without momentum, which has no states"
+        for flag in ("capturable", "differentiable"):
+            if group.get(flag):
+                reason = f"{name} with {flag}=True"
+        for parameter in group["params"]:
+            if parameter.device.type not in ("cpu", "cuda"):
+                reason = f"{name} with parameters on {parameter.device.type}, and states move from CUDA and the CPU"
+    return reason
+
+
+def sentence(reason: str) -> str:
+    """Return the error for an optimizer whose states cannot move."""
+    return f"got {reason}; pass another optimizer, or leave the offload out."

@@ -76,17 +76,22 @@ class StateFile:
 
 @dataclass(frozen=True)
 class Region:
-    """The pages of one tensor in a file."""
+    """The pages of one tensor in a file; without a file, for a tensor in memory, methods do nothing."""
 
-    file: StateFile
+    file: StateFile | None
     begin: int
     size: int
 
     def prefetch(self) -> None:
-        self.file.prefetch(self.begin, self.size)
+        if self.file is not None:
+            self.file.prefetch(self.begin, self.size)
 
     def write_behind(self) -> None:
-        self.file.write_behind(self.begin, self.size)
+        if self.file is not None:
+            self.file.write_behind(self.begin, self.size)
+
+
+NO_REGION = Region(None, 0, 0)
 
 
 def _free_bytes(directory: str | os.PathLike[str]) -> int:

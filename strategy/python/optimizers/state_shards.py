@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from weft.strategy._plan import shard_range
-from weft.strategy.data_parallel.local import local_shard, sharding_order
+from weft.strategy.data_parallel.local import distributed, local_shard, sharding_order
 
 BLOCK = 256  # elements; as in the kernels
 
@@ -80,15 +80,18 @@ def _columns_of_shards(parameter: Tensor) -> list[int]:
     return [math.prod(each) for each in itertools.product(*sizes)]
 
 
-def new_state(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros like a parameter in another dtype, contiguous; a DTensor if the parameter is one."""
-    local = torch.zeros(local_shard(parameter).shape, dtype=dtype, device=parameter.device)
+def new_state(parameter: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Return zeros like a parameter in another dtype, contiguous; a DTensor if the parameter is one.
+
+    `device`: None: the parameter's.
+    """
+    local = torch.zeros(local_shard(parameter).shape, dtype=dtype, device=device or parameter.device)
     return like_parameter(local, parameter)
 
 
-def new_scale(parameter: Tensor) -> Tensor:
-    """Return the scales of a state of zeros, float32; a DTensor if the parameter is one."""
-    local = torch.zeros(scale_shape(local_shard(parameter).shape), device=parameter.device)
+def new_scale(parameter: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return the scales of a state of zeros, float32; a DTensor if the parameter is one. `device`: as in new_state."""
+    local = torch.zeros(scale_shape(local_shard(parameter).shape), device=device or parameter.device)
     return scale_like_parameter(local, parameter)
 
 
@@ -109,8 +112,7 @@ def _distributed(local: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return distributed(local, parameter, shape, stride)
 
 
 def replace_data(parameter: Tensor, local: Tensor) -> None:
