@@ -15,7 +15,7 @@ precision plugins, and the Trainer's `_accelerator_connector`, the only object t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -278,6 +278,16 @@ class Engine:
         name = type(optimizer).__name__
         on_all_ranks(f"keep the states of {name} in {target!r}", lambda: offload_states(optimizer, target))
         self.console.log(f"weft keeps the states of {name} in {target!r}.")
+
+    def settle_states(self, optimizers: Iterable[Optimizer]) -> None:
+        """Move offloaded states back that Lightning has moved to the device."""
+        if self.options.offload is None:
+            return
+        from weft.strategy.optimizers.offloaded_states import OffloadedOptimizer
+
+        for optimizer in optimizers:
+            if isinstance(optimizer, OffloadedOptimizer):
+                optimizer.settle()
 
     def _check_precision(self) -> None:
         """Raise ValueError if weights are to be split, and the precision computes with other weights than bfloat16."""

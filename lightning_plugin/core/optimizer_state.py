@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -177,7 +178,7 @@ def load_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mapping[str
         ValueError: the checkpoint's parameter groups do not fit the optimizer's.
     """
     from weft.strategy.data_parallel.sharded_states import is_elementwise_state, sharded_states_of
-    from weft.strategy.optimizers.saved_states import states_to_load
+    from weft.strategy.optimizers.saved_states import device_of_states, states_to_load
 
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
@@ -195,7 +196,7 @@ def load_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mapping[str
             continue
         idx = idx_of_name[key] if isinstance(key, str) else position
         state[idx] = {
-            name: _shard_like(value, ordered[idx], sharded)
+            name: _shard_like(value, ordered[idx], sharded, device_of_states(optimizer, ordered[idx]))
             if is_elementwise_state(name, value, ordered[idx].shape)
             else value
             for name, value in states_to_load(optimizer, values, ordered[idx]).items()
@@ -220,11 +221,11 @@ def _local_groups(
     return [{**group, "params": [key for key in group["params"] if key in local_names]} for group in groups]
 
 
-def _shard_like(value: Tensor, parameter: Tensor, sharded: ShardedStates | None) -> Tensor:
+def _shard_like(value: Tensor, parameter: Tensor, sharded: ShardedStates | None, device: torch.device) -> Tensor:
     from weft.strategy.data_parallel.local import local_shard, shard_like
 
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-        value = shard_like(value, parameter)
+        value = shard_like(value, parameter, device)
     # Cloned, so that the flat shard does not keep the rest of its storage alive.
     return value if sharded is None else sharded.local_flat_shard(parameter, local_shard(value)).clone()
 
@@ -235,6 +236,8 @@ def load_sharded_state(checkpoint: Checkpoint, key: str, module: torch.nn.Module
     The tensors to read are listed in the directory's metadata; torch would derive them from an optimizer's state, which
     does not exist before its first step.
     """
+    from weft.strategy.optimizers.saved_states import device_of_states, empty_state
+
     metadata = checkpoint.metadata
     parameter_of_name = {name: parameter for parameter, name in parameter_names(module).items()}
     state: dict[str, dict[str, Any]] = {}
@@ -244,31 +247,14 @@ def load_sharded_state(checkpoint: Checkpoint, key: str, module: torch.nn.Module
         if path[0] != key or len(path) != 4:
             continue
         _, kind, owner, name = path  # the owner is a parameter's name or a group's index
+        # Nothing is read into the others, which are objects.
+        tensor = entry if isinstance(entry, TensorStorageMetadata) else None
         if kind == "state" and owner in parameter_of_name:
-            state.setdefault(owner, {})[name] = _empty_like_saved(name, entry, parameter_of_name[owner])
+            parameter = parameter_of_name[owner]
+            device = device_of_states(optimizer, parameter)
+            state.setdefault(owner, {})[name] = tensor and empty_state(name, tensor, parameter, device)
         elif kind == "param_groups":
-            groups.setdefault(owner, {})[name] = _empty_like_saved(name, entry, None)
+            groups.setdefault(owner, {})[name] = tensor and torch.empty(tensor.size, dtype=tensor.properties.dtype)
     target = {key: {"state": state, "param_groups": [groups[idx] for idx in sorted(groups)]}}
     checkpoint.load(target)
     load_state(module, optimizer, target[key])
-
-
-def _empty_like_saved(name: str, entry: Any, parameter: Tensor | None) -> Any:
-    """Return an empty tensor, or None for an object, into which an entry of a checkpoint is loaded.
-
-    Args:
-        name: the name of a parameter's state, such as "exp_avg", or of a parameter group's option, such as "lr".
-        entry: the metadata of the state or option.
-        parameter: the parameter that has the state; None for an option.
-    """
-    if not hasattr(entry, "size"):  # the metadata of an object
-        return None
-    from weft.strategy.optimizers.saved_states import empty_scale
-
-    if parameter is not None and (scale := empty_scale(name, entry.size, parameter)) is not None:
-        return scale
-    # A state of the parameter's shape is sharded like the parameter. A step count is not, although its shape () equals
-    # that of a scalar parameter.
-    if isinstance(parameter, DTensor) and entry.size == parameter.shape and (entry.size or name != "step"):
-        return torch.empty_like(parameter, dtype=entry.properties.dtype)
-    return torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -124,6 +124,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             self._wrap_gradient_hooks()
         with self._plan_instead_of_configure_model():
             super().setup(trainer)
+        engine.settle_states(self.optimizers)
         if has_meta_tensors:
             engine.broadcast_values(self.model)
         join_weights(engine, self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,20 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def distributed(local: Tensor, like: DTensor, shape: torch.Size, stride: tuple[int, ...]) -> DTensor:
+def distributed(
+    local: Tensor,
+    like: DTensor,
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """Return a DTensor of this rank's shard, sharded like another one; the shard may be in CPU memory on a CUDA mesh.
 
     Args:
         shape, stride: of the full tensor.
+        placements: None: those of `like`.
     """
-    mesh, placements = like.device_mesh, like.placements
+    mesh, placements = like.device_mesh, tuple(placements or like.placements)
     if local.device.type == mesh.device_type:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     # from_local would move the shard to the mesh's device.
@@ -55,18 +63,19 @@ def local_gradient(parameter: Tensor) -> Tensor:
     return local if local.dtype in (torch.float32, parameter.dtype) else local.float()
 
 
-def shard_like(full: Tensor, like: DTensor) -> DTensor:
-    """Return a full value, equal on all ranks, as a DTensor sharded like `like`; copies this rank's shard."""
+def shard_like(full: Tensor, like: DTensor, device: torch.device | None = None) -> DTensor:
+    """Return a full value, equal on all ranks, as a DTensor sharded like `like`; copies this rank's shard.
+
+    `device`: of the shard; None: that of `like`.
+    """
     shard = full
     for axis in sharding_order(like.placements):
         placement: Any = like.placements[axis]
         if not placement.is_replicate():
             mesh, dim = like.device_mesh, placement.dim
             shard = shard.narrow(dim, *shard_range(shard.shape[dim], mesh.size(axis), mesh.get_local_rank(axis)))
-    local = torch.empty_like(like._local_tensor, dtype=full.dtype).copy_(shard)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    local = torch.empty_like(like._local_tensor, dtype=full.dtype, device=device).copy_(shard)
+    return distributed(local, like, like.shape, like.stride())
 
 
 def sharding_order(placements: tuple[Placement, ...]) -> list[int]:

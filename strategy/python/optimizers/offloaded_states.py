@@ -118,6 +118,10 @@ class OffloadedOptimizer(Optimizer):
                     own[name] = state_shards.like_parameter(value, parameter) if _is_shard(value, parameter) else value
             self._end_step(parameter)
 
+    def settle(self) -> None:
+        """Move states back that other code has moved, as Lightning moves states to the device of the parameters."""
+        self._move(self._own_parameters())
+
     def _steps_on_host(self, parameter: Tensor) -> bool:
         return self._directory is None or parameter.device.type != "cpu"
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from weft import ops
-from weft.strategy.data_parallel.local import local_shard, shard_like
+from weft.strategy.data_parallel.local import distributed, local_shard, shard_like
 from weft.strategy.optimizers import state_shards
 from weft.strategy.optimizers.low_precision import LowPrecisionOptimizer
+from weft.strategy.optimizers.offloaded_states import OffloadedOptimizer
 from weft.strategy.optimizers.split_loading import splits_weights
 from weft.strategy.optimizers.state_format import LOW_BITS, SCALE
 from weft.strategy.optimizers.state_shards import BLOCK, has_aligned_blocks, place_of
@@ -34,7 +36,31 @@ def states_to_save(values: Mapping[str, Any], parameter: Tensor, in_float32: boo
     return _without_scales(values, lambda codes, scale: _dequantized(codes, scale, parameter))
 
 
-def empty_scale(name: str, shape: torch.Size, parameter: Tensor) -> Tensor | None:
+def device_of_states(optimizer: Optimizer, parameter: Tensor) -> torch.device:
+    """Return the device of a parameter's states in an optimizer."""
+    on_cpu = isinstance(optimizer, OffloadedOptimizer)
+    return torch.device("cpu") if on_cpu else parameter.device
+
+
+def empty_state(name: str, saved: TensorStorageMetadata, parameter: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor into which a saved state of a parameter is read, sharded like the parameter if it has its shape.
+
+    Args:
+        saved: describes the saved state.
+        device: of the tensor, if the parameter is sharded.
+    """
+    shape, dtype = saved.size, saved.properties.dtype
+    if (scale := _empty_scale(name, shape, parameter, device)) is not None:
+        return scale
+    # A state of the parameter's shape is sharded like the parameter. A step count is not, although its shape () equals
+    # that of a scalar parameter.
+    if isinstance(parameter, DTensor) and shape == parameter.shape and (shape or name != "step"):
+        local = torch.empty_like(local_shard(parameter), dtype=dtype, device=device)
+        return distributed(local, parameter, parameter.shape, parameter.stride())
+    return torch.empty(shape, dtype=dtype)
+
+
+def _empty_scale(name: str, shape: torch.Size, parameter: Tensor, device: torch.device) -> Tensor | None:
     """Return the tensor into which a saved scale of a parameter is read; None if the state `name` is no scale.
 
     It has the columns that this rank's shard needs: its own if blocks are aligned, else those of the full parameter.
@@ -42,13 +68,12 @@ def empty_scale(name: str, shape: torch.Size, parameter: Tensor) -> Tensor | Non
     if not name.endswith(SCALE) or shape != state_shards.scale_shape(parameter.shape):
         return None
     if has_aligned_blocks(parameter):
-        return state_shards.new_scale(parameter)
+        return state_shards.new_scale(parameter, device)
     assert isinstance(parameter, DTensor)
     rows = len(local_shard(parameter))
     placements = [p if p.is_shard(0) else Replicate() for p in parameter.placements]
-    local = torch.empty(rows, shape[1], device=parameter.device)
-    mesh = parameter.device_mesh
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1))
+    local = torch.empty(rows, shape[1], device=device)
+    return distributed(local, parameter, shape, (shape[1], 1), placements)
 
 
 def states_to_load(optimizer: Optimizer, values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
