@@ -37,8 +37,9 @@ CUDA_COLUMNS = {
 }
 RANKS = (1, 2, 4, 8)
 PREDICTION_BOUND = 0.02
-# oneDNN's temporaries in bfloat16 products depend on the processor: they differ by 20 to 70 kB between processors with
-# AVX-512 and AVX2.
+# oneDNN's temporaries in bfloat16 products depend on the processor: by up to 2 MB on its instructions (AMX, AVX-512
+# with bfloat16 and without), so that the gate limits them, and by 20 to 70 kB on other features.
+ONEDNN_INSTRUCTIONS = "AVX2"
 BFLOAT16_SCRATCH_BYTES = 128 * 1024
 Rows = dict[str, dict[str, int]]
 
@@ -69,6 +70,7 @@ def measured(wanted: list[tuple[str, str, bool, int]]) -> tuple[Rows, list[str]]
 
     The figures are the largest peaks of any rank before and during training, and the latter peak by category.
     """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", ONEDNN_INSTRUCTIONS)  # for the ranks, which start after this
     rows: Rows = {}
     misses: list[str] = []
     for workload, configuration, small, num_ranks in wanted:

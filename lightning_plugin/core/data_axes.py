@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -58,6 +58,7 @@ class DataAxes:
         mp_policy: MixedPrecisionPolicy | None,
         entry_points: Iterable[str] | None = None,
         root_is_unit: bool = True,
+        offload_policy: OffloadPolicy | None = None,
     ) -> list[str]:
         """Shard a module's parameters if `shards_parameters`; return the names of the FSDP2 units. See `apply_fsdp`."""
         if not self.shards_parameters:
@@ -71,6 +72,7 @@ class DataAxes:
             mp_policy=mp_policy,
             entry_points=entry_points,
             root_is_unit=root_is_unit,
+            offload_policy=offload_policy,
         )
         if module not in self._sharded:
             self._sharded.append(module)

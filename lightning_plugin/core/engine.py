@@ -29,7 +29,13 @@ from weft._plugin.first_gradients import FirstGradients
 from weft._plugin.in_backward_steps import InBackwardSteps
 from weft._plugin.memory_watch import MemoryWatch
 from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS
-from weft._plugin.options import Options, check_joined_weights, check_rows_on_one_data_rank, resolve_sizes
+from weft._plugin.options import (
+    Options,
+    check_joined_weights,
+    check_offloaded_parameters,
+    check_rows_on_one_data_rank,
+    resolve_sizes,
+)
 from weft._plugin.parameter_replacements import ParameterReplacements
 from weft._plugin.process_group import check_world_size
 from weft._plugin.random_states import RandomStates
@@ -38,6 +44,7 @@ from weft._plugin.stages import Stages
 from weft._plugin.start_summary import StartSummary
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import OffloadPolicy
     from torch.optim import Optimizer
 
     from weft._plugin.stock_strategies import StockStrategy
@@ -171,6 +178,7 @@ class Engine:
             check_rows_on_one_data_rank(self.name, sizes)
         if sizes is not None:
             check_joined_weights(self.name, self.options, sizes)
+            check_offloaded_parameters(self.name, self.options, sizes)
 
     def check_offload_device(self, what: str, is_on: bool) -> None:
         """Raise ValueError if activations are to be offloaded to CPU memory, and the devices are CPUs."""
@@ -236,8 +244,9 @@ class Engine:
         """Adapt an optimizer to sharded parameters and averaged gradients; fuse it if the options say so."""
         self.replacements.update_optimizer(optimizer)
         self._fuse_optimizer(optimizer, module)
-        if self.options.offload is not None:
-            self._offload_states(optimizer, self.options.offload["optimizer"])
+        target = (self.options.offload or {}).get("optimizer")
+        if target is not None and not (target == "cpu" and self.options.offloads_parameters):
+            self._offload_states(optimizer, target)
         if self.plan is not None and self.scaler is not None:
             from weft.strategy import agree_on_overflow
 
@@ -279,15 +288,29 @@ class Engine:
         on_all_ranks(f"keep the states of {name} in {target!r}", lambda: offload_states(optimizer, target))
         self.console.log(f"weft keeps the states of {name} in {target!r}.")
 
+    @property
+    def parameter_offload(self) -> OffloadPolicy | None:
+        """Return FSDP2's policy for parameters in CPU memory, pinned for CUDA; None: they are on the device."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        if not self.options.offloads_parameters:
+            return None
+        # Before torch 2.15, a step in the backward would read a gradient while it is copied to pinned memory.
+        is_pinned = self.device.type == "cuda" and not self.options.optimizer_in_backward
+        return CPUOffloadPolicy(pin_memory=is_pinned)
+
     def settle_states(self, optimizers: Iterable[Optimizer]) -> None:
         """Move offloaded states back that Lightning has moved to the device."""
         if self.options.offload is None:
             return
-        from weft.strategy.optimizers.offloaded_states import OffloadedOptimizer
+        from weft.strategy.optimizers.offloaded_states import OffloadedOptimizer, move_to_cpu
 
         for optimizer in optimizers:
             if isinstance(optimizer, OffloadedOptimizer):
                 optimizer.settle()
+            else:  # with offloaded parameters
+                for states in optimizer.state.values():
+                    move_to_cpu(states)
 
     def _check_precision(self) -> None:
         """Raise ValueError if weights are to be split, and the precision computes with other weights than bfloat16."""
@@ -305,7 +328,7 @@ class Engine:
         from weft.strategy.data_parallel import steps_elements_alone
 
         own = getattr(optimizer, "optimizer", optimizer)
-        is_changed = self.options.has_low_precision or self.options.offload is not None
+        is_changed = self.options.has_low_precision or "optimizer" in (self.options.offload or {})
         needs_no_context = self.plan is None or is_changed or steps_elements_alone(own)
         with contextlib.nullcontext() if needs_no_context else local_parameters():
             yield

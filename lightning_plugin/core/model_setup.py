@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Module
 
 from weft._plugin.metrics import synchronize_metrics_over
@@ -122,9 +123,24 @@ def _shard_over_data_axes(engine: Engine, module: Module, **shard_options: Any) 
 
     policy = mixed_precision_policy(str(engine.precision.precision))
     if engine.pipeline is None:
-        engine.data_axes.shard(module, policy, **shard_options)
+        engine.data_axes.shard(module, policy, offload_policy=engine.parameter_offload, **shard_options)
     elif engine.data_axes.shards_parameters and not engine.pipeline.is_fully_sharded:
         engine.pipeline.fully_shard(engine.data_axes.sharding_mesh, mp_policy=policy)
+
+
+def move_unsharded(module: Module, device: torch.device) -> None:
+    """Move the buffers of a module, and the parameters that FSDP2 does not shard, to a device."""
+    from weft.strategy.data_parallel.fully_sharded import fsdp_roots
+
+    roots: list[Any] = fsdp_roots(module)
+    sharded = {parameter for root in roots for parameter in root.parameters()}
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
+        for parameter in owner._parameters.values():
+            if parameter is not None and parameter not in sharded:
+                parameter.data = parameter.data.to(device)
 
 
 def _log_building_advice(engine: Engine, module: Module) -> None:

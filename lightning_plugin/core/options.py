@@ -95,7 +95,9 @@ class Options:
             bits are kept.
         offload: {"optimizer": "cpu"} or {"optimizer": "disk:/path"}: keep the states of Adam, AdamW, Adagrad and SGD
             with momentum in CPU memory, or in memory-mapped files in this directory, and step CUDA parameters on the
-            CPU; see `weft.strategy.offload_states`. None: keep them in the memory of the parameters' device.
+            CPU; see `weft.strategy.offload_states`. "parameters": "cpu" in the dict: with zero_stage 3 or 2, keep the
+            shards of parameters, gradients and states in CPU memory; FSDP2 copies those of a unit to the device when it
+            gathers it. None: everything is in the memory of the device.
         empty_init: with a plan, parameters created in `configure_model` or inside `init_module(empty_init=True)` are
             deferred: applying the plan materializes only the shards of each rank, with the values of an unsharded
             model. False: as in ModelParallelStrategy, where every rank first builds the full model.
@@ -214,6 +216,11 @@ class Options:
         return self.pipeline_cuts is not None
 
     @property
+    def offloads_parameters(self) -> bool:
+        """Return whether parameters are in CPU memory while no unit needs them."""
+        return isinstance(self.offload, Mapping) and "parameters" in self.offload
+
+    @property
     def sharding_stage(self) -> int:
         """The ZeRO stage: `zero_stage`, or 3 if that is None."""
         return 3 if self.zero_stage is None else self.zero_stage
@@ -301,19 +308,42 @@ class Options:
     def _validate_offload(self, owner: str) -> None:
         from weft.strategy.optimizers.offload import directory_of
 
-        if not isinstance(self.offload, Mapping) or list(self.offload) != ["optimizer"]:
+        given = f"{owner} got offload={self.offload!r}"
+        if (
+            not isinstance(self.offload, Mapping)
+            or not self.offload
+            or self.offload.keys() - {"optimizer", "parameters"}
+        ):
             raise ValueError(
-                f"{owner} got offload={self.offload!r}; pass a dict with the key 'optimizer', as in "
-                "offload={'optimizer': 'cpu'} or offload={'optimizer': 'disk:/scratch'}."
+                f"{given}; pass a dict with the keys 'optimizer' or 'parameters', as in offload={{'optimizer': 'cpu'}} "
+                "or offload={'optimizer': 'disk:/scratch', 'parameters': 'cpu'}."
             )
-        try:
-            directory_of(self.offload["optimizer"])
-        except ValueError as error:
-            raise ValueError(f"{owner} got offload={self.offload!r}: {error}") from None
+        if "optimizer" in self.offload:
+            try:
+                directory_of(self.offload["optimizer"])
+            except ValueError as error:
+                raise ValueError(f"{given}: {error}") from None
+        if self.offloads_parameters:
+            self._validate_parameter_offload(given)
         if self.zero_stage == 1:
             raise ValueError(
                 f"{owner} got offload={self.offload!r} and zero_stage=1, which shards states in memory; pass "
                 "zero_stage=0, 2 or 3."
+            )
+
+    def _validate_parameter_offload(self, given: str) -> None:
+        assert self.offload is not None
+        if self.offload["parameters"] != "cpu":
+            raise ValueError(f"{given}, and parameters can be in CPU memory only; pass 'cpu'.")
+        if self.plan is None and not self.needs_plan:
+            raise ValueError(f"{given} without a plan, with which weft shards; pass plan='auto'.")
+        if self.sharding_stage < 2:
+            raise ValueError(
+                f"{given} and zero_stage={self.zero_stage!r}, and FSDP2 offloads parameters; pass zero_stage=3."
+            )
+        if self.has_stages:
+            raise ValueError(
+                f"{given} and pipeline_cuts, whose stages keep their parameters on the device; leave one of them out."
             )
 
     def _validate_pretrained(self, owner: str) -> None:
@@ -437,6 +467,15 @@ def check_rows_on_one_data_rank(owner: str, sizes: MeshSizes) -> None:
         raise ValueError(
             f"{owner} got optimizer_in_backward='rows' with {num_data} data-parallel ranks, over which full gradients "
             "are averaged; pass True, or a layout without data-parallel ranks."
+        )
+
+
+def check_offloaded_parameters(owner: str, options: Options, sizes: MeshSizes) -> None:
+    """Raise ValueError for offloaded parameters on one data rank, which shards nothing by FSDP2."""
+    if options.offloads_parameters and sizes.data_parallel == 1:
+        raise ValueError(
+            f"{owner} got offload={options.offload!r} with 1 data-parallel rank, and FSDP2 offloads parameters that it "
+            "shards over several; pass offload={'optimizer': 'cpu'}, or a layout with data-parallel ranks, as 'dp2'."
         )
 
 

@@ -16,7 +16,7 @@ from weft._plugin.engine import Engine
 from weft._plugin.in_backward import check_optimizer_in_backward, clips_by_norm, is_overridden
 from weft._plugin.loader_check import without_lockstep
 from weft._plugin.loaders import TrainerLoaders
-from weft._plugin.model_setup import apply_plan, join_weights
+from weft._plugin.model_setup import apply_plan, join_weights, move_unsharded
 from weft._plugin.options import Options, StockOptions
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, run_step, with_local_parameters
 from weft._plugin.parameter_replacements import parameters_of
@@ -136,6 +136,13 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         engine.memory_watch.begin(self.model, *self.optimizers)
         if steps_in_backward:
             self._step_in_backward(trainer)
+
+    def model_to_device(self) -> None:
+        """Like the stock method; offloaded parameters stay in CPU memory."""
+        if not self._engine.options.offloads_parameters:
+            super().model_to_device()
+            return
+        move_unsharded(self.model, self.root_device)
 
     def _step_in_backward(self, trainer: Any) -> None:
         """Make the optimizer step in the backward, with the Trainer's clipping."""

@@ -66,14 +66,14 @@ def fit(
     folder: Path,
     ckpt_path: Path | None = None,
     max_epochs: int = 1,
-    accelerator: str = "cpu",
+    trainer_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """Return a trained Model, its Trainer and its optimizer."""
     is_split = options.get("master_weights") is not None
     model, strategy = Model(), WeftModelParallelStrategy(plan="auto", **options)
     settings = {"max_epochs": max_epochs, "precision": "bf16-mixed" if is_split else "32-true"}
-    settings["accelerator"] = accelerator
+    settings |= trainer_options or {}
     run = trainer(world_size, strategy, folder, use_distributed_sampler=False, **settings)
     run.fit(model, _batches(), ckpt_path=ckpt_path)
     [optimizer] = run.optimizers
@@ -105,19 +105,25 @@ CASES: dict[str, dict[str, Any]] = {
 
 @on_ranks(2, keeps_groups=True)
 @pytest.mark.parametrize(
-    ("name", "target"), [*((name, "disk") for name in CASES), *((name, "cpu") for name in ("tp2", "split8", "dp2"))]
+    ("name", "target"),
+    [
+        *((name, "disk") for name in CASES),
+        *((name, "cpu") for name in ("tp2", "split8", "dp2")),
+        ("dp2", "parameters"),
+    ],
 )
 def test_training_and_resuming_have_the_same_bits(
     rank: int, world_size: int, tmp_path: Path, name: str, target: str
 ) -> None:
     """One epoch, a checkpoint, and a second epoch; each is also loaded by the other kind of run."""
     set_torchrun_environment(rank, world_size)
-    offload = {"offload": {"optimizer": "cpu" if target == "cpu" else f"disk:{tmp_path}/states-{rank}"}}
+    offloads = {"cpu": {"optimizer": "cpu"}, "disk": {"optimizer": f"disk:{tmp_path}/states-{rank}"}}
+    offload = {"offload": {**offloads, "parameters": {"parameters": "cpu"}}[target]}
     options = CASES[name]
     expected = fit(world_size, tmp_path, **options)
     run = fit(world_size, tmp_path, **options, **offload)
     kind = OffloadedLowPrecisionAdamW if "optimizer_state" in options else OffloadedAdamW
-    assert type(run[2]) is kind and run[2]._kept
+    assert target == "parameters" or (type(run[2]) is kind and run[2]._kept)
     _assert_equal(run, expected, "first epoch")
     for kept in run[2]._kept.values() if target == "disk" else ():
         assert all(local_shard(kept[key].local).nbytes >= 64 << 10 for key in kept)
@@ -129,7 +135,23 @@ def test_training_and_resuming_have_the_same_bits(
         for folder in folders
     ]
     _assert_equal(resumed[1], resumed[0], "second epoch")
-    assert type(resumed[1][2]) is kind and len(resumed[0][0].losses) == len(expected[0].losses)
+    assert (type(resumed[1][2]) is kind) == (target != "parameters")
+    assert len(resumed[0][0].losses) == len(expected[0].losses)
+
+
+def train_by_fabric(accelerator: str, **options: Any) -> list[Tensor]:
+    """Return this rank's shards after some steps."""
+    fabric = Fabric(accelerator=accelerator, devices=2, strategy=FabricStrategy(**options))
+    fabric.launch()
+    torch.manual_seed(3)
+    with fabric.init_module():
+        model = nn.Sequential(Mlp(), Mlp())
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for batch in fabric.setup_dataloaders(_batches(), use_distributed_sampler=False):
+        fabric.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [local_shard(parameter) for parameter in model.parameters()]
 
 
 @on_ranks(2, keeps_groups=True)
@@ -137,17 +159,7 @@ def test_fabric(rank: int, world_size: int, tmp_path: Path) -> None:
     set_torchrun_environment(rank, world_size)
     found = []
     for offload in (None, {"optimizer": f"disk:{tmp_path}/{rank}"}):
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(plan="auto", offload=offload))
-        fabric.launch()
-        torch.manual_seed(3)
-        with fabric.init_module():
-            model = nn.Sequential(Mlp(), Mlp())
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        for batch in _batches():
-            fabric.backward(model(batch).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([local_shard(parameter) for parameter in model.parameters()])
+        found.append(train_by_fabric("cpu", plan="auto", offload=offload))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
@@ -162,12 +174,25 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(rank: int, world_size: int, tm
 
 
 INVALID = {
-    "none": ({"offload": "disk:/scratch"}, r"got offload='disk:/scratch'; pass a dict with the key 'optimizer'"),
-    "key": ({"offload": {"weights": "disk:/scratch"}}, r"got offload=\{'weights': .*\}; pass a dict with the key"),
+    "none": ({"offload": "disk:/scratch"}, r"got offload='disk:/scratch'; pass a dict with the keys 'optimizer' or"),
+    "key": ({"offload": {"weights": "disk:/scratch"}}, r"got offload=\{'weights': .*\}; pass a dict with the keys"),
     "target": (
         {"offload": {"optimizer": "gpu"}},
         r"'gpu' for optimizer states; pass 'cpu', or 'disk:' and",
     ),
+    "parameters": (
+        {"offload": {"parameters": "disk:/scratch"}},
+        r"and parameters can be in CPU memory only; pass 'cpu'",
+    ),
+    "replicas": (
+        {"offload": {"parameters": "cpu"}, "layout": "dp2", "zero_stage": 0},
+        r"and zero_stage=0, and FSDP2 offloads parameters; pass zero_stage=3",
+    ),
+    "stages": (
+        {"offload": {"parameters": "cpu"}, "layout": "pp2", "pipeline_cuts": ["model.1"]},
+        r"and pipeline_cuts, whose stages keep their parameters on the device; leave one of them out",
+    ),
+    "no plan": ({"offload": {"parameters": "cpu"}}, r"without a plan, with which weft shards; pass plan='auto'"),
     "shards": (
         {"offload": {"optimizer": "disk:/scratch"}, "layout": "dp2", "zero_stage": 1},
         r"and zero_stage=1, which shards states in memory; pass zero_stage=0, 2 or 3",
@@ -180,4 +205,9 @@ INVALID = {
 def test_invalid_options_raise(kind: str, strategy: Any) -> None:
     options, message = INVALID[kind]
     with pytest.raises(ValueError, match=message):
-        strategy(plan="auto", **options)
+        strategy(**options) if kind == "no plan" else strategy(plan="auto", **options)
+
+
+def test_parameters_on_one_data_rank_raise(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\{'parameters': 'cpu'\} with 1 data-parallel rank, and FSDP2 offloads"):
+        fit(1, tmp_path, offload={"parameters": "cpu"})

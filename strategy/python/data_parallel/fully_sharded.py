@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from weft.strategy.deferred import materialize
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
@@ -27,6 +33,7 @@ def apply_fsdp(
     mp_policy: MixedPrecisionPolicy | None = None,
     entry_points: Iterable[str] | None = None,
     root_is_unit: bool = True,
+    offload_policy: OffloadPolicy | None = None,
 ) -> list[str]:
     """Shard a model's parameters over data-parallel ranks by FSDP2, in place, after `parallelize`.
 
@@ -43,7 +50,7 @@ def apply_fsdp(
       modules around it; its parameters are gathered in the dtype of the rule.
 
     A module that shares a weight with modules outside of it is no unit: its parameters belong to the unit around it. A
-    second call with equal `mesh`, `reshard_after_forward` and `mp_policy` changes nothing.
+    second call with equal `mesh`, `reshard_after_forward`, `mp_policy` and `offload_policy` changes nothing.
 
     Args:
         model: plain modules, or modules that `parallelize` and `checkpoint_activations` have changed.
@@ -55,6 +62,8 @@ def apply_fsdp(
             the rule of the model itself replaces a given `param_dtype`.
         entry_points: the names of the methods of `model` that are called besides its forward. None: only the forward of
             `model` is called, not that of a module inside; empty: modules inside may be called, but no other method.
+        offload_policy: CPUOffloadPolicy: shards of parameters and gradients are in CPU memory, and the optimizer steps
+            them there; a unit's shards come to the device when it is gathered. None: they stay on the device.
         root_is_unit: whether the model itself is a unit. Pass False if the model's methods run backwards (manual
             optimization); then each parameter must belong to another unit.
 
@@ -65,12 +74,12 @@ def apply_fsdp(
         ValueError: `fully_shard` was applied to the model before; `root_is_unit` is False and a parameter is in no
             other unit; or a rule's precision or offload does not fit the units. Nothing has been changed then.
     """
-    key = (mesh, reshard_after_forward, mp_policy)
+    key = (mesh, reshard_after_forward, mp_policy, offload_policy)
     marked = model.__dict__.get(_MARK)
     if marked is not None and marked[0] == key:
         return list(marked[1])
     _check_not_sharded(model)
-    policy = mp_policy or MixedPrecisionPolicy()
+    policy, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     state = state_of(model)
     if policy.param_dtype is not None and state is not None and state.precision is not None:
         policy = dataclasses.replace(policy, param_dtype=state.precision)
@@ -93,12 +102,17 @@ def apply_fsdp(
         unit_policy = policy
         if name in dtype_overrides:
             unit_policy = MixedPrecisionPolicy(dtype_overrides[name], policy.reduce_dtype, cast_forward_inputs=False)
-        fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=frees, mp_policy=unit_policy)
+        fully_shard(
+            model.get_submodule(name),
+            mesh=mesh,
+            reshard_after_forward=frees,
+            mp_policy=unit_policy,
+            offload_policy=offload,
+        )
     root_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     if root_is_unit:
-        fully_shard(
-            model, mesh=mesh, reshard_after_forward=False, mp_policy=root_policy if has_entry_points else policy
-        )
+        policy = root_policy if has_entry_points else policy
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, offload_policy=offload)
         for method in entry_points or ():
             register_fsdp_forward_method(model, method)
         names = ["", *names]

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -262,9 +262,7 @@ class OffloadedOptimizer(Optimizer):
         parameters = list(parameters)
         for parameter in parameters:
             states = self._large(parameter)
-            for name, value in self.state.get(parameter, {}).items():
-                if name not in states and isinstance(value, Tensor) and local_shard(value).device.type != "cpu":
-                    self.state[parameter][name] = _with_local(value, local_shard(value).cpu())
+            move_to_cpu(self.state.get(parameter, {}), except_for=states)
             kept, reserved = self._kept.get(parameter, {}), self._reserved.get(parameter)
             for name, value in states.items():
                 local = local_shard(value)
@@ -348,6 +346,13 @@ _step: Any = Optimizer.profile_hook_step(OffloadedOptimizer.step)
 # Learning rate schedulers wrap `step` to see its calls, which these classes report themselves.
 _step.hooked = _step._wrapped_by_lr_sched = True
 OffloadedOptimizer.step = _step  # type: ignore[method-assign]
+
+
+def move_to_cpu(states: MutableMapping[str, Any], except_for: Container[str] = ()) -> None:
+    """Move the states of a parameter to CPU memory; the shards of DTensors, too."""
+    for name, value in states.items():
+        if name not in except_for and isinstance(value, Tensor) and local_shard(value).device.type != "cpu":
+            states[name] = _with_local(value, local_shard(value).cpu())
 
 
 def _has_layout(one: Tensor, other: Tensor) -> bool:
