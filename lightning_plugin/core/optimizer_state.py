@@ -163,8 +163,13 @@ def _is_sharded_state(value: Any) -> bool:
 
 
 def _full_tensor(value: Any, keep: bool) -> Any:
+    from weft.strategy.data_parallel.local import distributed
+
     if not isinstance(value, Tensor):
         return value
+    if isinstance(value, DTensor) and value._local_tensor.device.type != value.device_mesh.device_type:
+        # An offloaded state; the mesh's groups may have no backend for the CPU.
+        value = distributed(value._local_tensor.to(value.device_mesh.device_type), value, value.shape, value.stride())
     gathered = value.full_tensor() if isinstance(value, DTensor) else value
     return gathered.detach().cpu() if keep else None
 

@@ -135,11 +135,13 @@ class StrategyMixin(StockStrategy):
     def _get_process_group_backend(self) -> str:
         """Return the user's choice; the default is weft's backend on CPUs, and the stock backend on other devices.
 
-        A pipeline on other devices needs both: its stages exchange messages in CPU memory.
+        A pipeline on other devices needs both, because its stages exchange messages in CPU memory. So do offloaded
+        parameters, because the norm of their gradients is reduced there.
         """
+        options = self._engine.options
         if self._process_group_backend is None and self.root_device.type == "cpu":
             return "cpu:weft"
-        if self._process_group_backend is None and self._engine.options.has_stages:
+        if self._process_group_backend is None and (options.has_stages or options.offloads_parameters):
             return f"cpu:weft,{self.root_device.type}:{super()._get_process_group_backend()}"
         return super()._get_process_group_backend()
 

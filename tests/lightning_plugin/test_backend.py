@@ -55,6 +55,8 @@ def test_pipeline_on_cuda_adds_cpu_backend(
     assert strategy_class()._get_process_group_backend() == "nccl"
     staged = {"pipeline_parallel_size": 2, "pipeline_cuts": ["layers.2"], **options}
     assert strategy_class(**staged)._get_process_group_backend() == "cpu:weft,cuda:nccl"
+    offloaded = {"plan": "auto", "offload": {"parameters": "cpu"}}
+    assert strategy_class(**offloaded)._get_process_group_backend() == "cpu:weft,cuda:nccl"
     assert strategy_class(**staged, process_group_backend="gloo")._get_process_group_backend() == "gloo"
 
 

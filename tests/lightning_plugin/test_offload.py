@@ -51,6 +51,9 @@ class Model(pl.LightningModule):
         self.losses.append(loss.item())
         return loss
 
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test", self.model(batch).float().mean())
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
@@ -161,6 +164,18 @@ def test_fabric(rank: int, world_size: int, tmp_path: Path) -> None:
     for offload in (None, {"optimizer": f"disk:{tmp_path}/{rank}"}):
         found.append(train_by_fabric("cpu", plan="auto", offload=offload))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@on_ranks(2, keeps_groups=True)
+@pytest.mark.parametrize("offload", [{"optimizer": "cpu"}, {"parameters": "cpu"}], ids=["states", "parameters"])
+def test_a_model_can_be_tested_and_fitted_again(rank: int, world_size: int, tmp_path: Path, offload: Any) -> None:
+    set_torchrun_environment(rank, world_size)
+    layout = "dp2" if "parameters" in offload else "tp2"
+    model, run, _ = fit(world_size, tmp_path, layout=layout, offload=offload)
+    run.test(model, _batches(), verbose=False)
+    run.fit_loop.max_epochs = 2
+    run.fit(model, _batches())
+    assert len(model.losses) == 2 * NUM_STEPS  # the second fit goes on after the first epoch
 
 
 @on_ranks(2)

@@ -7,14 +7,16 @@ import gc
 import os
 import pickle
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from support.processes import run_process
@@ -256,12 +258,71 @@ def test_sparse_gradients(tmp_path: Path) -> None:
         optimizer = SGD(table.parameters(), lr=0.1, momentum=0.9, nesterov=True)
         if target is not None:
             offload_states(optimizer, target)
-        for _ in range(2):
-            table(torch.tensor([1, 5, 1])).square().sum().backward()
+        for step in range(5):
+            table(torch.tensor([1, 5 + step, 1])).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if step == 2:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         results.append(table.weight)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_steps_of_hooks_of_the_user(name: str) -> None:
+    """An optimizer for each parameter, stepped by a hook in the backward, as torch's tutorial does it."""
+    results = []
+    for is_offloaded in (False, True):
+        model = _layers()
+        optimizers = {parameter: OPTIMIZERS[name]([parameter]) for parameter in model.parameters()}
+        for optimizer in optimizers.values():
+            if is_offloaded:
+                offload_states(optimizer, "cpu")
+
+        def step(parameter: Tensor, optimizers: dict[Tensor, Optimizer] = optimizers) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for seed in range(NUM_STEPS):
+            generator = torch.Generator().manual_seed(seed)
+            model(torch.randn(4, 192, generator=generator)).square().mean().backward()
+        results.append(list(optimizers.values()))
+    for optimizer, expected in zip(*reversed(results), strict=True):
+        _assert_equal(optimizer, expected, "hooks")
+
+
+def test_states_are_complete_between_backward_and_step() -> None:
+    model = _layers()
+    optimizer = _optimizer("momentum", model)
+    offload_states(optimizer, "cpu")
+    StepInBackward(model, optimizer)
+    model(torch.randn(4, 192)).square().mean().backward()
+    assert [state.keys() for state in optimizer.state_dict()["state"].values()] == [{"momentum_buffer"}] * 5
+
+
+def test_all_steps_end_if_one_fails() -> None:
+    """The error of the first step is raised after the second one, whose weight and state are complete."""
+    weights = [nn.Parameter(torch.zeros(1000, 10)) for _ in range(2)]
+    optimizer = SGD(weights, lr=1.0, momentum=0.9)
+    offload_states(optimizer, "cpu")
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    steps = iter([ArithmeticError("first"), None])
+    original = SGD.step
+
+    def step(self: SGD, closure: Any = None) -> Any:
+        error = next(steps)
+        time.sleep(0.05)
+        if error is not None:
+            raise error
+        return original.__wrapped__(self)
+
+    with mock.patch.object(SGD, "step", step), pytest.raises(ArithmeticError, match="first"):
+        optimizer.step()
+    assert weights[0].eq(0).all() and weights[1].eq(-1).all()
+    assert list(optimizer.state[weights[1]]) == ["momentum_buffer"]
 
 
 @on_ranks(2, keeps_groups=True)
@@ -290,6 +351,25 @@ def test_shards_have_the_bits_of_shards_in_memory(rank: int, world_size: int) ->
                 assert getattr(got[key], "placements", None) == getattr(wanted, "placements", None)
             assert torch.equal(*(local_shard(_parameters(optimizer)[0]) for optimizer in found))
     directory.rmdir()  # files have no names
+
+
+@on_ranks(2, keeps_groups=True)
+def test_gradients_with_other_placements(rank: int, world_size: int) -> None:
+    """A sharded weight with a replicated gradient; a weight that is frozen after its backward."""
+    mesh = dist.init_device_mesh("cpu", (world_size,))
+    found = []
+    for is_offloaded in (False, True):
+        weight = nn.Parameter(distribute_tensor(torch.ones(6, 4), mesh, [Shard(0)]))
+        optimizer = AdamW([weight], lr=0.1)
+        if is_offloaded:
+            offload_states(optimizer, "cpu")
+        for step in range(2):
+            weight.grad = distribute_tensor(torch.arange(24.0).reshape(6, 4) - step, mesh, [Replicate()])
+            weight.requires_grad_(step == 0)
+            optimizer.step()
+        assert isinstance(optimizer.state[weight]["exp_avg"], DTensor)
+        found.append(local_shard(weight))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-7)
 
 
 RESIDENT = """

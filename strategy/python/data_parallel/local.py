@@ -40,10 +40,13 @@ def distributed(
     return DTensor(local, spec, requires_grad=False)
 
 
-def local_gradient(parameter: Tensor) -> Tensor:
+def local_gradient(parameter: Tensor, redistributes: bool = False) -> Tensor:
     """Return this rank's gradient of its shard; collective if the gradient is a partial sum.
 
     It has the parameter's dtype or float32.
+
+    Args:
+        redistributes: also accept a gradient that is sharded in another way than the parameter; collective then.
 
     Raises:
         RuntimeError: the gradient is sharded in another way than the parameter.
@@ -52,7 +55,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
     assert gradient is not None
     if isinstance(gradient, DTensor):
         wanted = parameter.placements if isinstance(parameter, DTensor) else None
-        if wanted is not None and any(p.is_partial() for p in gradient.placements):
+        if wanted is not None and (redistributes or any(p.is_partial() for p in gradient.placements)):
             gradient = gradient.redistribute(placements=wanted)
         if gradient.placements != wanted:
             raise RuntimeError(

@@ -27,6 +27,7 @@ class HostSteps:
     def __init__(self) -> None:
         self._buffers = (_Buffers(), _Buffers())
         self._num_submitted = 0
+        self.num_bytes = 0  # of the largest weight, for which buffers are allocated once
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-host-steps")
         self._streams: dict[torch.device, _Streams] = {}
 
@@ -48,7 +49,7 @@ class HostSteps:
         streams = self._streams.get(weight.device)
         if streams is None and weight.is_cuda:
             streams = self._streams[weight.device] = _Streams(weight.device)
-        twin = buffers.download(weight, gradient, streams)
+        twin = buffers.download(weight, gradient, streams, self.num_bytes)
         buffers.job = self._thread.submit(buffers.run, twin, weight, step, streams)
 
     def wait(self) -> None:
@@ -57,12 +58,16 @@ class HostSteps:
         Raises:
             the first error of a step.
         """
-        try:
-            for buffers in self._buffers:
+        errors: list[BaseException] = []
+        for buffers in self._buffers:
+            try:
                 buffers.wait()
-        finally:
-            for streams in self._streams.values():
-                torch.cuda.current_stream(streams.device).wait_stream(streams.upload)
+            except Exception as error:
+                errors.append(error)
+        for streams in self._streams.values():
+            torch.cuda.current_stream(streams.device).wait_stream(streams.upload)
+        if errors:
+            raise errors[0]
 
 
 class _Streams:
@@ -84,17 +89,24 @@ class _Buffers:
 
     def wait(self) -> None:
         """Wait until the step that uses these buffers is computed; raises its error."""
-        job, self.job = self.job, None
-        if job is not None:
-            job.result()
+        if self.job is None:
+            return
+        try:
+            self.job.result()
+        finally:
+            if self.job.done():  # unless the wait was interrupted
+                self.job = None
 
-    def download(self, weight: Tensor, gradient: Tensor, streams: _Streams | None) -> Tensor:
-        """Start to copy a weight and its gradient here; return the copy of the weight, with its `grad`."""
+    def download(self, weight: Tensor, gradient: Tensor, streams: _Streams | None, num_bytes: int) -> Tensor:
+        """Start to copy a weight and its gradient here; return the copy of the weight, with its `grad`.
+
+        `num_bytes`: the size of a buffer, if the tensor that it is for is not larger.
+        """
         if self._uploaded is not None:
             self._uploaded.synchronize()  # the last weight in these buffers, which may be replaced by larger ones
         is_dense = gradient.layout == torch.strided
-        self._weight = _grown(self._weight, weight)
-        self._gradient = _grown(self._gradient, gradient) if is_dense else self._gradient
+        self._weight = _grown(self._weight, weight, num_bytes)
+        self._gradient = _grown(self._gradient, gradient, num_bytes) if is_dense else self._gradient
         twin = _view(self._weight, weight, weight.dtype)
         # Fused kernels need a gradient with the strides of the weight.
         twin_gradient = _view(self._gradient, weight, gradient.dtype) if is_dense else gradient.cpu()
@@ -121,6 +133,7 @@ class _Buffers:
             weight.copy_(twin)
             return
         assert self._downloaded is not None
+        torch.cuda.set_device(streams.device)  # a thread begins with the first device, on which it would take memory
         self._downloaded.synchronize()
         step(twin)
         with torch.cuda.stream(streams.upload):
@@ -128,10 +141,10 @@ class _Buffers:
             self._uploaded = streams.upload.record_event()
 
 
-def _grown(buffer: Tensor, like: Tensor) -> Tensor:
-    if buffer.numel() >= like.nbytes:
+def _grown(buffer: Tensor, like: Tensor, num_bytes: int) -> Tensor:
+    if buffer.numel() >= like.nbytes and (buffer.is_pinned() or not like.is_cuda):
         return buffer
-    return torch.empty(like.nbytes, dtype=torch.uint8, pin_memory=like.is_cuda)
+    return torch.empty(max(like.nbytes, num_bytes), dtype=torch.uint8, pin_memory=like.is_cuda)
 
 
 def _view(buffer: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:

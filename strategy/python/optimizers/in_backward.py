@@ -277,6 +277,9 @@ class StepInBackward:
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [{**groups[self._groups[parameter]], "params": [rows]}]
         try:
+            if isinstance(self._optimizer, OffloadedOptimizer):
+                self._optimizer.step_gradients()
+                return
             # Unwrapped: the wrapper's hooks and profiling must run once for each `step()`, not for each parameter. Read
             # each time, because `fuse` and `offload_states` change the class.
             step: Any = type(self._optimizer).step

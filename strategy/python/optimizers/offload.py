@@ -6,7 +6,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from weft.strategy.optimizers.host_steps import HostSteps
 from weft.strategy.optimizers.low_precision import LowPrecisionAdam, LowPrecisionAdamW, LowPrecisionSGD
-from weft.strategy.optimizers.offloaded_states import STATES, OffloadedOptimizer, sentence, why_not
+from weft.strategy.optimizers.offloaded_states import STATES, OffloadedOptimizer, error_text, why_not
 
 CPU, DISK = "cpu", "disk:"
 
@@ -60,16 +60,20 @@ def offload_states(optimizer: Optimizer, target: str) -> None:
     if reason is None and wrapper is not None and not hasattr(wrapper, "_wrapped_by_lr_sched"):
         reason = f"{base.__name__} whose step() is replaced"
     if reason is not None:
-        raise ValueError(sentence(reason))
+        raise ValueError(error_text(reason))
+    attributes = set(vars(optimizer))
     optimizer.__class__ = _VARIANTS[base]
     assert isinstance(optimizer, OffloadedOptimizer)
     optimizer._directory = directory
     optimizer._host, optimizer._unfinished = HostSteps(), []
     optimizer._forget()
     try:
+        optimizer._forget_others()
         optimizer._move(optimizer._own_parameters())
     except BaseException:
         optimizer.__class__ = base  # type: ignore[assignment]
+        for name in vars(optimizer).keys() - attributes:
+            del vars(optimizer)[name]
         raise
     if any(optimizer._steps_on_host(p) for group in optimizer.param_groups for p in group["params"]):
         optimizer._step_supports_amp_scaling = False  # a scaler's values are on the device

@@ -6,15 +6,13 @@ parameter at a time. Before a step it starts to read the states of the parameter
 after the step it starts to write the new states. In the time between, the backward or other steps run.
 
 Parameters on other devices, and all parameters if states are in CPU memory, are stepped by `HostSteps`: on the CPU, in
-a thread. A step inside a backward may then go on until the optimizer's `step()`, which waits for it; other steps end
-before they return.
+a thread. A step that `StepInBackward` asks for may go on until the optimizer's `step()`, which waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -24,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.strategy.data_parallel.local import distributed, local_gradient, local_shard
 from weft.strategy.optimizers import state_shards
@@ -68,8 +65,9 @@ class OffloadedOptimizer(Optimizer):
     # By parameter and name: the states, and the zeros that are reserved for states; none for small ones.
     _kept: MutableMapping[Tensor, dict[str, _Kept]]
     _reserved: MutableMapping[Tensor, dict[str, _Kept]]
-    _following: MutableMapping[Tensor, Callable[[], Tensor | None]]  # the parameter that is stepped after each
-    _last: Callable[[], Tensor | None]  # returns the parameter that was stepped last
+    _following: MutableMapping[Tensor, Tensor]  # the parameter that is stepped after each
+    _last: Tensor | None  # the parameter that was stepped last
+    _owner: Tensor | None  # inside of `stepping`: the parameter whose rows are stepped
     _host: HostSteps
     _unfinished: list[tuple[Tensor, dict[str, Any]]]  # parameters whose steps may run, with their local states
 
@@ -80,26 +78,35 @@ class OffloadedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._opt_called = True  # for learning rate schedulers
+        self._forget_others()
+        try:
+            self.step_gradients()
+        finally:
+            self.wait()
+        return loss
+
+    def step_gradients(self) -> None:
+        """Step the parameters that have a gradient, or rows of one; the steps may go on until `wait` or `step`."""
         groups = self.param_groups
         due = [(p, group) for group in groups for p in group["params"] if p.grad is not None]
-        self._move([p for p, _ in due if p.requires_grad and not self._is_kept(p)])
+        if self._owner is None:
+            self._move([p for p, _ in due if not self._is_kept(p)])
         step: Any = self.stepped_class.step
         if hasattr(step, "hooked"):  # the hooks run once for each step, not for each parameter
             step = step.__wrapped__
         try:
             for parameter, group in due:
+                self.param_groups = [{**group, "params": [parameter]}]
                 if self._steps_on_host(parameter):
                     self._submit(parameter, group, step)
                     continue
-                self.param_groups = [{**group, "params": [parameter]}]
-                # Rows of a weight require no gradient; `stepping` encloses the steps of all rows.
-                with self.stepping(parameter) if parameter.requires_grad else contextlib.nullcontext():
-                    step(self)
+                if self._owner is None:
+                    self._begin_step(parameter)
+                step(self)
+                if self._owner is None:
+                    self._end_step(parameter)
         finally:
             self.param_groups = groups
-        if torch._C._current_graph_task_id() == -1:  # outside of a backward
-            self.wait()
-        return loss
 
     def wait(self) -> None:
         """Wait for the steps that run on the CPU, and make the device wait for the new weights.
@@ -107,16 +114,19 @@ class OffloadedOptimizer(Optimizer):
         Raises:
             the first error of a step.
         """
-        unfinished, self._unfinished = self._unfinished, []
-        if not unfinished:
+        if not self._unfinished:
             return
-        self._host.wait()
-        for parameter, states in unfinished:
-            own = self.state[parameter]
-            for name, value in states.items():
-                if name not in own:
-                    own[name] = state_shards.like_parameter(value, parameter) if _is_shard(value, parameter) else value
-            self._end_step(parameter)
+        try:
+            self._host.wait()
+        finally:
+            unfinished, self._unfinished = self._unfinished, []
+            for parameter, states in unfinished:
+                own = self.state[parameter]
+                for name, value in states.items():
+                    if not isinstance(own.get(name), DTensor):
+                        is_shard = _is_shard(value, parameter)
+                        own[name] = state_shards.like_parameter(value, parameter) if is_shard else value
+                self._end_step(parameter, writes=False)
 
     def settle(self) -> None:
         """Move states back that other code has moved, as Lightning moves states to the device of the parameters."""
@@ -128,11 +138,11 @@ class OffloadedOptimizer(Optimizer):
     @torch.no_grad()
     def _submit(self, parameter: Tensor, group: Mapping[str, Any], step: Callable[[Optimizer], object]) -> None:
         """Start the step of a parameter on the CPU, or run that of rows of a parameter."""
-        is_full = parameter.requires_grad
+        is_full = self._owner is None
         if is_full:
             self._begin_step(parameter)
         states = {
-            name: local_shard(value) if isinstance(value, Tensor) else value
+            name: value._local_tensor if isinstance(value, DTensor) else value
             for name, value in self.state.get(parameter, {}).items()
         }
         options = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in group.items()}
@@ -149,7 +159,7 @@ class OffloadedOptimizer(Optimizer):
             for region in regions:
                 region.write_behind()
 
-        self._host.submit(local_shard(parameter), local_gradient(parameter), step_twin)
+        self._host.submit(local_shard(parameter), local_gradient(parameter, redistributes=True), step_twin)
         if is_full:
             self._unfinished.append((parameter, states))
         else:  # the caller goes on with the states
@@ -158,33 +168,40 @@ class OffloadedOptimizer(Optimizer):
 
     @contextlib.contextmanager
     def stepping(self, parameter: Tensor) -> Iterator[None]:
-        """Enclose the step of a parameter, or the steps of all its rows: its states are on the disk before and after.
-
-        Starts to read the states of the next parameter before, and to write those of this parameter after.
-        """
+        """Enclose the steps of all rows of a parameter, whose states are in their place before and after."""
         self._begin_step(parameter)
-        yield
+        self._owner = parameter
+        try:
+            yield
+        finally:
+            self._owner = None
         self._end_step(parameter)
 
     def _begin_step(self, parameter: Tensor) -> None:
+        """Prepare the states of a parameter, and start to read those of the next parameter."""
         if not self._is_kept(parameter):
             self._move([parameter])
         if not self._has_begun(parameter):
             self._begin(parameter)
-        last = self._last()
-        if last is not None and last is not parameter:
-            self._following[last] = weakref.ref(parameter)
-        self._last = weakref.ref(parameter)
-        following = self._following[parameter]() if parameter in self._following else None
+        if self._last is not None and self._last is not parameter:
+            self._following[self._last] = parameter
+        self._last = parameter
+        following = self._following.get(parameter)
         for kept in self._kept.get(following, {}).values() if following is not None else ():
             kept.region.prefetch()
 
-    def _end_step(self, parameter: Tensor) -> None:
+    def _end_step(self, parameter: Tensor, writes: bool = True) -> None:
+        """Move states that the step has made; with `writes`, start to write the states."""
         if not self._is_kept(parameter):  # the step has made states
             self._move([parameter])
         self._reserved.pop(parameter, None)
-        for kept in self._kept[parameter].values():
+        for kept in self._kept[parameter].values() if writes else ():
             kept.region.write_behind()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as the class does, after the steps that run."""
+        self.wait()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as the class does, and move it to new memory: an earlier `state_dict` keeps its values."""
@@ -208,7 +225,7 @@ class OffloadedOptimizer(Optimizer):
         self._move(self._own_parameters())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as the class does, with states on the disk."""
+        """Add a group as the class does, with offloaded states."""
         super().add_param_group(param_group)
         try:
             self._check(self.param_groups[-1:])
@@ -227,20 +244,31 @@ class OffloadedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()  # a copy has files of its own, from its next step on
+        self._forget()  # a copy has memory or files of its own, from its next step on
         self._host, self._unfinished = HostSteps(), []
 
     def _forget(self) -> None:
-        """Let go of all files; those of states live as long as the states."""
-        self._kept, self._reserved, self._following = (WeakTensorKeyDictionary() for _ in range(3))
-        self._last = lambda: None
+        """Let go of all memory and files; those of states live as long as the states."""
+        self._kept, self._reserved, self._following = {}, {}, {}
+        self._last = self._owner = None
+
+    def _forget_others(self) -> None:
+        """Let go of what belongs to parameters that the optimizer no longer has."""
+        own = set(_parameters_of(self.param_groups))
+        mappings: tuple[MutableMapping[Tensor, Any], ...] = (self._kept, self._reserved, self._following)
+        for mapping in mappings:
+            for parameter in [parameter for parameter in mapping if parameter not in own]:
+                del mapping[parameter]
+        self._following = {first: second for first, second in self._following.items() if second in own}
+        self._last = self._last if self._last in own else None
+        self._host.num_bytes = max((local_shard(parameter).nbytes for parameter in own), default=0)
 
     def _own_parameters(self) -> list[Tensor]:
         return [p for p in _parameters_of(self.param_groups) if p.requires_grad or self.state.get(p)]
 
     def _check(self, groups: Iterable[dict[str, Any]]) -> None:
         if (reason := why_not(self.stepped_class, groups)) is not None:
-            raise ValueError(sentence(reason))
+            raise ValueError(error_text(reason))
 
     def _has_begun(self, parameter: Tensor) -> bool:
         """Return whether a parameter has other states than the lower bits of a split weight."""
@@ -250,7 +278,8 @@ class OffloadedOptimizer(Optimizer):
         """Return whether all large states of a parameter are moved, and space is reserved if there are none."""
         kept = self._kept.get(parameter, {})
         are_same = (
-            name in kept and _is_same(value, kept[name].local) for name, value in self._large(parameter).items()
+            name in kept and _is_same(value, kept[name].local)
+            for name, value in self._states_to_move(parameter).items()
         )
         return parameter in self._kept and all(are_same) and (self._has_begun(parameter) or parameter in self._reserved)
 
@@ -261,8 +290,7 @@ class OffloadedOptimizer(Optimizer):
         wanted: list[tuple[Tensor, str, Tensor, torch.dtype]] = []
         parameters = list(parameters)
         for parameter in parameters:
-            states = self._large(parameter)
-            move_to_cpu(self.state.get(parameter, {}), except_for=states)
+            states = self._states_to_move(parameter)
             kept, reserved = self._kept.get(parameter, {}), self._reserved.get(parameter)
             for name, value in states.items():
                 local = local_shard(value)
@@ -279,9 +307,10 @@ class OffloadedOptimizer(Optimizer):
                 ]
         size = sum(StateFile.size_of(like, dtype) for _, _, like, dtype in wanted)
         file = StateFile(self._directory, size) if size and self._directory is not None else None
-        for parameter in parameters:
+        for parameter in parameters:  # from here on, nothing fails
+            move_to_cpu(self.state.get(parameter, {}), except_for=self._states_to_move(parameter))
             self._reserved.setdefault(parameter, {})
-            names = self._large(parameter)
+            names = self._states_to_move(parameter)
             self._kept[parameter] = {n: kept for n, kept in self._kept.get(parameter, {}).items() if n in names}
         for parameter, name, like, dtype in wanted:
             if file is not None:
@@ -298,7 +327,7 @@ class OffloadedOptimizer(Optimizer):
     def _min_bytes(self) -> int:
         return 1 if self._directory is None else MIN_BYTES
 
-    def _large(self, parameter: Tensor) -> dict[str, Tensor]:
+    def _states_to_move(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the states of a parameter that should be moved."""
         return {
             name: value
@@ -384,7 +413,8 @@ def _adopted(name: str, value: Any, parameter: Tensor) -> Any:
     if name == "step":
         return local.to("cpu", torch.float32, copy=True)
     dtype = parameter.dtype if parameter.is_floating_point() else local.dtype
-    return _with_local(value, local.to("cpu", dtype, copy=local.nbytes < MIN_BYTES))  # larger ones are moved
+    is_moved = local.layout == torch.strided and local.nbytes >= MIN_BYTES  # and copied then
+    return _with_local(value, local.to("cpu", dtype, copy=not is_moved))
 
 
 def _parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
@@ -406,6 +436,6 @@ def why_not(cls: type[Optimizer], groups: Iterable[Mapping[str, Any]]) -> str | 
     return reason
 
 
-def sentence(reason: str) -> str:
+def error_text(reason: str) -> str:
     """Return the error for an optimizer whose states cannot move."""
     return f"got {reason}; pass another optimizer, or leave the offload out."

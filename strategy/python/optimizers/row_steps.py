@@ -11,6 +11,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from weft.strategy import _plan
 from weft.strategy.data_parallel.local import local_shard
+from weft.strategy.optimizers import state_shards
 from weft.strategy.optimizers.low_precision import LowPrecisionOptimizer
 from weft.strategy.optimizers.offloaded_states import OffloadedOptimizer
 
@@ -70,7 +71,7 @@ class RowSteps:
                     after[name] = value
                 elif name not in before:
                     if name not in after:
-                        after[name] = torch.zeros_like(parameter)
+                        after[name] = _zeros_like(parameter, value.device)
                     local_shard(after[name])[first : first + len(rows)] = value
         if after:
             self._optimizer.state[parameter].update(after)
@@ -133,6 +134,13 @@ def rows_per_block(weight: Tensor) -> int:
     num_rows, num_columns = weight.shape
     device = "cuda" if weight.is_cuda else "cpu"
     return _plan.rows_per_block(device, num_rows, num_columns * weight.element_size())
+
+
+def _zeros_like(parameter: Tensor, device: torch.device) -> Tensor:
+    """Return zeros for a state of a parameter, on the device of the states."""
+    if device == parameter.device:
+        return torch.zeros_like(parameter)
+    return state_shards.new_state(parameter, parameter.dtype, device)
 
 
 def _has_rows(value: object, weight: Tensor) -> bool:

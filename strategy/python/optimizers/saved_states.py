@@ -80,7 +80,7 @@ def states_to_load(optimizer: Optimizer, values: Mapping[str, Any], parameter: T
     """Return saved states of a parameter as the optimizer's `load_state_dict` takes them.
 
     Args:
-        values: full tensors; or DTensors sharded like the parameter, with scales as `empty_scale` makes them.
+        values: full tensors; or DTensors sharded like the parameter, with scales as `empty_state` makes them.
 
     States that the optimizer does not quantize, or whose blocks are not those of this mesh, become float32. Lower bits
     of a parameter that is float32 in this run are joined to it, in place.

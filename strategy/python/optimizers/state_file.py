@@ -57,7 +57,7 @@ class StateFile:
         return -(-tensor.numel() * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def add(self, like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Region]:
-        """Return zeros of the shape and strides of a CPU tensor, not empty, in the next pages of the file."""
+        """Return zeros of the shape and strides of a tensor, not empty, in the next pages of the file."""
         begin, size = self._end, self.size_of(like, dtype)
         flat = torch.frombuffer(self._map, dtype=dtype, count=like.numel(), offset=begin)
         self._end += size
