@@ -16,18 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from support.processes import ProcessTree, assert_nothing_left, run_process
+from support.processes import ProcessTree, assert_nothing_left, on_busy_machine, run_process
 
 SCRIPT = Path(__file__).parent / "scripts" / "hang.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 LIMIT_SECONDS = 10.0
 
 Stop = Callable[[ProcessTree, dict[int, int]], None]
-
-
-def _limit_seconds() -> float:
-    """Return LIMIT_SECONDS, times the number of runnable processes per core if that is larger than one."""
-    return LIMIT_SECONDS * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _signal_rank_0(signum: int) -> Stop:
@@ -69,7 +64,7 @@ def _check(launcher: list[str], actions: tuple[str, str], stop: Stop, warm_proce
         pids = {int(r): int(pid) for r, pid in re.findall(r"READY (\d) (\d+)", tree.stdout)}
         time.sleep(0.2)  # time from the READY line to the hang
         stop(tree, pids)
-        deadline = time.monotonic() + _limit_seconds()
+        deadline = time.monotonic() + on_busy_machine(LIMIT_SECONDS)
         result = tree.wait(deadline - time.monotonic())
         assert_nothing_left(tree.pgid, within=deadline - time.monotonic())
         assert result.returncode != 0

@@ -143,6 +143,7 @@ class ProcessTree:
 
     def wait_for_text(self, text: str, timeout: float = 60.0) -> str:
         """Return the tree's stdout as soon as it contains `text`; otherwise raise TimeoutError."""
+        timeout = on_busy_machine(timeout)
         deadline = time.monotonic() + timeout
         while text not in (stdout := self.stdout):
             ended = self._process.poll() is not None
@@ -157,6 +158,7 @@ class ProcessTree:
 
         On a time-out it kills the tree and raises TimeoutError with the output so far.
         """
+        timeout = on_busy_machine(timeout)
         try:
             returncode = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -167,20 +169,30 @@ class ProcessTree:
 
     def kill(self) -> None:
         """Kill all remaining processes of the tree, and reap the root."""
-        deadline = time.monotonic() + 10.0
+        limit = on_busy_machine(10.0)
+        deadline = time.monotonic() + limit
         while left := processes_left(self.pgid):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"processes survived SIGKILL for 10 s: {left}")
+                raise TimeoutError(f"processes survived SIGKILL for {limit:g} s: {left}")
             for pid in left:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue  # it ended between the listing and the signal
             time.sleep(_POLL_SECONDS)
-        self._process.wait(10.0)
+        self._process.wait(limit)
 
     def _output(self) -> str:
         return f"--- stdout ---\n{self.stdout}\n--- stderr ---\n{self.stderr}"
+
+
+def on_busy_machine(seconds: float) -> float:
+    """Return a limit of 10 s or more, times the number of runnable processes per core if that is larger than one.
+
+    Such a limit detects processes that hang, and tests in parallel run for longer. Shorter limits stay: tests that are
+    about limits let them pass.
+    """
+    return seconds if seconds < 10.0 else seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def run_process(

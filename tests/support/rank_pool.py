@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from support.processes import on_busy_machine
 from support.rank_process import STACK_SIGNAL
 from support.rank_server import MAX_PACKET_BYTES, MAX_RANKS, PRELOADED_IF_USED
 
@@ -142,6 +143,7 @@ class RankPool:
 
     def run(self, case: Case, timeout: float) -> list[object]:
         """Run `case` on every rank and return the results by rank. A failure closes the pool."""
+        timeout = on_busy_machine(timeout)
         try:
             self._log_starts = [self._log(rank).stat().st_size for rank in range(self.world_size)]
             self._send(pickle.dumps(vars(case)))
@@ -150,10 +152,11 @@ class RankPool:
             if not answers.passed and len(skips) != self.world_size:
                 raise RankFailure(self._stop(answers, case.qualname, timeout))
             self._send(pickle.dumps(None))
-            between = self._collect(_RESET_SECONDS)
+            reset_seconds = on_busy_machine(_RESET_SECONDS)
+            between = self._collect(reset_seconds)
             if not between.passed:
                 what = f"the barrier after {case.qualname}, which left its ranks out of step,"
-                raise RankFailure(self._stop(between, what, _RESET_SECONDS, location=f" in {what}"))
+                raise RankFailure(self._stop(between, what, reset_seconds, location=f" in {what}"))
             if skips:
                 raise RanksSkipped(skips[0])
             return [pickle.loads(answers.replies[rank]["value"]) for rank in range(self.world_size)]
