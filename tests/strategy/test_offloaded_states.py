@@ -293,6 +293,24 @@ def test_steps_of_hooks_of_the_user(name: str) -> None:
         _assert_equal(optimizer, expected, "hooks")
 
 
+@pytest.mark.parametrize("target", [None, "cpu", "disk"])
+@pytest.mark.parametrize("is_in_backward", [False, True])
+def test_hooks_run_once_for_each_step(tmp_path: Path, target: str | None, is_in_backward: bool) -> None:
+    """Not for each parameter, nor twice because a low-precision class is derived from another one."""
+    for name in ("adamw", "adamw int8", "momentum int8"):
+        model = _layers(torch.contiguous_format)
+        optimizer = _optimizer(name, model)
+        if target is not None:
+            offload_states(optimizer, "cpu" if target == "cpu" else f"disk:{tmp_path}")
+        if is_in_backward:
+            StepInBackward(model, optimizer)
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
+        _train(model, optimizer)
+        assert calls == ["before", "after"] * NUM_STEPS, name
+
+
 def test_states_are_complete_between_backward_and_step() -> None:
     model = _layers()
     optimizer = _optimizer("momentum", model)

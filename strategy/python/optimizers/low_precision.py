@@ -273,6 +273,7 @@ VARIANTS: dict[type[Optimizer], type[LowPrecisionOptimizer]] = {
 }
 # Learning rate schedulers wrap `step` to see its calls, which these classes report themselves.
 for _variant in VARIANTS.values():
-    _variant.step = Optimizer.profile_hook_step(_variant.step)  # type: ignore[method-assign]
+    # Not of `_variant.step`, which may be a wrapped one of its base: hooks would run twice.
+    _variant.step = Optimizer.profile_hook_step(LowPrecisionOptimizer.step)  # type: ignore[method-assign]
     _variant.step.hooked = True  # type: ignore[attr-defined]
     _variant.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
