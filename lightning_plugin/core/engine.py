@@ -295,7 +295,7 @@ class Engine:
 
         if not self.options.offloads_parameters:
             return None
-        # Before torch 2.15, a step in the backward would read a gradient while it is copied to pinned memory.
+        # In older versions of torch, a step in the backward would read a gradient while it is copied to pinned memory.
         is_pinned = self.device.type == "cuda" and not self.options.optimizer_in_backward
         return CPUOffloadPolicy(pin_memory=is_pinned)
 
