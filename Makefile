@@ -89,10 +89,13 @@ lint-python: $(VENV)/.packages
 	$(PY) docs/site/package_layout.py
 	mypy
 
+# TIDY=tidy also examines the files that need torch.
+TIDY ?= tidy-core
 lint-cpp: $(VENV)/.packages
 	clang-format --dry-run --Werror $(CPP)
-	cmake --preset tidy-core -DPython_EXECUTABLE=$(CURDIR)/$(PY) -Wno-dev > /dev/null
-	cmake --build --preset tidy-core --parallel $(JOBS) -- --quiet
+	cmake --preset $(TIDY) -DPython_EXECUTABLE=$(CURDIR)/$(PY) -Wno-dev > /dev/null
+	$(PY) $(VENV)/bin/run-clang-tidy.py -quiet -hide-progress -j $(JOBS) -p build/$(TIDY) \
+	  -removed-arg=-fno-loop-unroll-and-jam
 
 format: $(VENV)/.packages
 	ruff check --fix .
@@ -105,10 +108,10 @@ $(COMPAT)/.packages: requirements/compat.lock requirements/compat.in requirement
 	test -x $(COMPAT)/bin/python || $(ENVIRONMENT_PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.lock
 ifeq ($(TORCH),)
-	$(COMPAT)/bin/uv pip install --quiet --compile-bytecode --python $(COMPAT)/bin/python --require-hashes -r requirements/compat.lock
+	$(COMPAT)/bin/uv pip install --quiet --python $(COMPAT)/bin/python --require-hashes -r requirements/compat.lock
 else
 	echo 'torch==$(TORCH).*' > $(COMPAT)/torch.txt
-	$(COMPAT)/bin/uv pip install --quiet --compile-bytecode --python $(COMPAT)/bin/python --override $(COMPAT)/torch.txt -r requirements/compat.in
+	$(COMPAT)/bin/uv pip install --quiet --python $(COMPAT)/bin/python --override $(COMPAT)/torch.txt -r requirements/compat.in
 endif
 	@touch $@
 
@@ -124,13 +127,16 @@ bench: build
 	$(PY) benchmarks/collectives.py --ranks 2 4 8 --json
 	$(PY) benchmarks/step_time.py --ranks 2 --json
 	$(PY) benchmarks/step_time.py --ranks 2 --tracking --json
+	$(PY) benchmarks/step_time.py --ranks 2 --formats --json --check
 	$(PY) benchmarks/strategy_step.py --json
 	$(PY) benchmarks/pipeline_resnet50.py --json --check
 	$(PY) benchmarks/cross_entropy.py --ranks 2 --json --check
 	$(PY) benchmarks/overlap.py --ranks 2 --json --check
 	$(PY) benchmarks/overlap.py --ranks 4 --json --check
 	$(PY) benchmarks/memory.py --json
+	$(PY) benchmarks/memory_gate.py
 	$(PY) benchmarks/checkpoint.py --ranks 2 4 --json
+	$(PY) benchmarks/tune.py --json --check
 
 # Builds, tests and measures on a machine with one GPU, offline, in nine minutes (WEFT_GPU_SECONDS). PYTHON must have
 # torch for CUDA. Results are written to $OUT (gpu_results).

@@ -4,6 +4,7 @@ The scratch of bfloat16 products depends on the processor, and may differ by BFL
 
     python benchmarks/memory_gate.py                       # exit status 1 if a figure differs, even if it is lower,
                                                            # or if the memory model does not predict it
+    python benchmarks/memory_gate.py --quick               # small models only on 2 and 8 ranks; as in `make test`
     python benchmarks/memory_gate.py --update "REASON"     # store the measured figures; prints old -> new
     python benchmarks/memory_gate.py --cuda                # simulated ranks on a CUDA device: torch's caching allocator
     python benchmarks/memory_gate.py --cuda --page         # write its figures to docs/benchmarks/memory.md
@@ -19,6 +20,7 @@ import datetime
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,10 @@ CUDA_COLUMNS = {
     "language_model": ("stock", "weft", "weft_checkpointed"),
 }
 RANKS = (1, 2, 4, 8)
+QUICK_RANKS = (2, 8)  # for small models
 PREDICTION_BOUND = 0.02
+# Configurations whose effect is the same for both workloads.
+_AS_IN_FEED_FORWARD = ("weft_int8", "weft_by_rows", "weft_own_optimizer")
 # oneDNN's temporaries in bfloat16 products depend on the processor: by up to 2 MB on its instructions (AMX, AVX-512
 # with bfloat16 and without), so that the gate limits them, and by 20 to 70 kB on other features.
 ONEDNN_INSTRUCTIONS = "AVX2"
@@ -44,8 +49,8 @@ BFLOAT16_SCRATCH_BYTES = 128 * 1024
 Rows = dict[str, dict[str, int]]
 
 
-def wanted_rows(with_real_size: bool) -> list[tuple[str, str, bool, int]]:
-    """Return (workload, configuration, small, num_ranks) of weft's rows: all of small models, and some of real size.
+def wanted_rows(with_real_size: bool, small_ranks: Sequence[int] = RANKS) -> list[tuple[str, str, bool, int]]:
+    """Return (workload, configuration, small, num_ranks) of weft's rows: of small models, and some of real size.
 
     The rows of stock Lightning are left out, because the time at which gloo's threads release a tensor differs from run
     to run.
@@ -55,14 +60,18 @@ def wanted_rows(with_real_size: bool) -> list[tuple[str, str, bool, int]]:
         for name, workload in workloads(True).items()
         for configuration, settings in CONFIGURATIONS.items()
         if settings.options is not None and settings.is_for(workload) and settings.is_for_small
-        if (name, configuration) != ("activations", "weft_int8")  # the same as in feed_forward
-        for n in RANKS
+        if not (name == "activations" and configuration in _AS_IN_FEED_FORWARD)
+        for n in small_ranks
     ]
     if with_real_size:
         at_real_size = ("weft", "weft_in_backward", "weft_int8", "weft_int8_split8")
         rows += [("feed_forward", configuration, False, n) for configuration in at_real_size for n in RANKS]
         rows.append(("feed_forward", "weft_by_rows", False, 2))  # small models' weights have too few rows for this
     return rows
+
+
+def row_name(workload: str, configuration: str, small: bool, num_ranks: int) -> str:
+    return f"{workload}{'' if small else ' at real size'}, {configuration}, {num_ranks} ranks"
 
 
 def measured(wanted: list[tuple[str, str, bool, int]]) -> tuple[Rows, list[str]]:
@@ -76,7 +85,7 @@ def measured(wanted: list[tuple[str, str, bool, int]]) -> tuple[Rows, list[str]]
     for workload, configuration, small, num_ranks in wanted:
         row = row_of(workload, configuration, small, num_ranks)
         most = max((rank["training"] for rank in row["ranks"]), key=lambda usage: sum(usage.values()))
-        name = f"{workload}{'' if small else ' at real size'}, {configuration}, {num_ranks} ranks"
+        name = row_name(workload, configuration, small, num_ranks)
         rows[name] = {"startup": row["startup_bytes"], "training": row["training_bytes"], **most}
         misses += [f"{name}: {sentence}" for sentence in prediction_misses(row, most, small)]
         print(f"{name}: {row['training_bytes']}, predicted {row['predicted_bytes']}", file=sys.stderr)
@@ -145,6 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--update", metavar="REASON", help="why the figures change")
     parser.add_argument("--small-only", action="store_true", help="leave the rows of the real size out")
+    parser.add_argument("--quick", action="store_true", help="leave small models on 1 and 4 ranks out")
     parser.add_argument("--cuda", action="store_true", help="simulated ranks on a CUDA device")
     parser.add_argument("--page", action="store_true", help="with --cuda: measure nothing, write the page's table")
     args = parser.parse_args()
@@ -160,10 +170,13 @@ def main() -> int:
     if args.update is None and golden.get("torch") != torch.__version__:
         print(f"the golden file is of torch {golden.get('torch')}, and this is {torch.__version__}.", file=sys.stderr)
         return 2
-    rows, misses = (measured_on_cuda(), []) if args.cuda else measured(wanted_rows(not args.small_only))
+    wanted = wanted_rows(not args.small_only, QUICK_RANKS if args.quick else RANKS)
+    rows, misses = (measured_on_cuda(), []) if args.cuda else measured(wanted)
     old: Rows = golden["rows"]
-    if args.small_only:
-        old = {name: row for name, row in old.items() if "at real size" not in name}
+    is_partial = args.small_only or args.quick
+    if is_partial:
+        names = {row_name(*row) for row in wanted}
+        old = {name: row for name, row in old.items() if name in names}
     changes = differences(old, rows)
     print("\n".join(changes) if changes else f"{len(rows)} rows as they were.")
     if not args.cuda:
@@ -171,7 +184,7 @@ def main() -> int:
     if args.update is None:
         return 1 if changes or misses else 0
     golden["torch"] = torch.__version__
-    golden["rows"] = {**(golden["rows"] if args.small_only else {}), **rows}
+    golden["rows"] = {**(golden["rows"] if is_partial else {}), **rows}
     golden["changes"].append({"date": datetime.date.today().isoformat(), "reason": args.update})
     path.write_text(json.dumps(golden, indent=1) + "\n")
     return 0

@@ -13,7 +13,7 @@ namespace weft::kernels::cpu {
 namespace {
 
 // Below this size a second thread costs more than it saves; also torch's elementwise grain size.
-constexpr int64_t kElementsPerThread = 32768;
+constexpr int64_t kActivationElementsPerThread = 32768;
 
 // Returns the address `bytes` after `data`, or null for null.
 template <typename Void>
@@ -37,7 +37,7 @@ detail::ActivationJob row_job(const detail::ActivationJob& job, int64_t row_idx)
           .grad_up = advanced(job.grad_up, 2 * bytes)};
 }
 
-struct CpuDevice {
+struct ActivationDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
 
   // Not at::empty: a call through the dispatcher costs as much as a small kernel.
@@ -49,7 +49,8 @@ struct CpuDevice {
     static const auto loops = supported_instruction_sets().front().loops.activation;
     if (job.row_size > 0) {
       const int64_t num_rows = job.num_elements / job.row_size;
-      const int64_t rows_per_thread = std::max<int64_t>(kElementsPerThread / job.row_size, 1);
+      const int64_t rows_per_thread =
+          std::max<int64_t>(kActivationElementsPerThread / job.row_size, 1);
       at::parallel_for(0, num_rows, rows_per_thread, [&job](int64_t first, int64_t last) {
         for (int64_t row_idx = first; row_idx < last; ++row_idx) {
           loops(row_job(job, row_idx), 0, job.row_size);
@@ -57,45 +58,46 @@ struct CpuDevice {
       });
       return;
     }
-    at::parallel_for(0, job.num_elements, kElementsPerThread, [&job](int64_t first, int64_t last) {
-      loops(job, first, last);
-    });
+    at::parallel_for(
+        0, job.num_elements, kActivationElementsPerThread, [&job](int64_t first, int64_t last) {
+          loops(job, first, last);
+        });
   }
 };
 
-using Entry = detail::ActivationEntry<CpuDevice>;
+using CpuActivation = detail::ActivationEntry<ActivationDevice>;
 
 }  // namespace
 
 at::Tensor activation_forward(const at::Tensor& x, Activation activation) {
-  return Entry::forward(x, activation);
+  return CpuActivation::forward(x, activation);
 }
 
 std::tuple<at::Tensor, at::Tensor> activation_backward(const at::Tensor& grad_h,
                                                        const at::Tensor& x,
                                                        Activation activation) {
-  return Entry::backward(grad_h, x, activation);
+  return CpuActivation::backward(grad_h, x, activation);
 }
 
 at::Tensor gated_forward(const at::Tensor& gate, const at::Tensor& up, Activation activation) {
-  return Entry::gated_forward(gate, up, activation);
+  return CpuActivation::gated_forward(gate, up, activation);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> gated_backward(const at::Tensor& grad_h,
                                                               const at::Tensor& gate,
                                                               const at::Tensor& up,
                                                               Activation activation) {
-  return Entry::gated_backward(grad_h, gate, up, activation);
+  return CpuActivation::gated_backward(grad_h, gate, up, activation);
 }
 
 at::Tensor gate_up_forward(const at::Tensor& gate_up, Activation activation) {
-  return Entry::gate_up_forward(gate_up, activation);
+  return CpuActivation::gate_up_forward(gate_up, activation);
 }
 
 std::tuple<at::Tensor, at::Tensor> gate_up_backward(const at::Tensor& grad_h,
                                                     const at::Tensor& gate_up,
                                                     Activation activation) {
-  return Entry::gate_up_backward(grad_h, gate_up, activation);
+  return CpuActivation::gate_up_backward(grad_h, gate_up, activation);
 }
 
 }  // namespace weft::kernels::cpu

@@ -10,9 +10,9 @@
 namespace weft::kernels::cpu {
 namespace {
 
-constexpr int64_t kElementsPerThread = 32768;  // as in activation.cpp
+constexpr int64_t kCrossEntropyElementsPerThread = 32768;  // as in activation.cpp
 
-const Loops& loops() {
+const Loops& cross_entropy_loops() {
   static const Loops widest = supported_instruction_sets().front().loops;
   return widest;
 }
@@ -21,34 +21,34 @@ const Loops& loops() {
 template <typename Run, typename Job>
 void for_each_row(const Job& job, Run run) {
   const int64_t grain =
-      std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(1, job.row_size));
+      std::max<int64_t>(1, kCrossEntropyElementsPerThread / std::max<int64_t>(1, job.row_size));
   at::parallel_for(
       0, job.num_rows, grain, [&](int64_t first, int64_t last) { run(job, first, last); });
 }
 
-struct CpuDevice {
+struct CrossEntropyDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
 
   static void run(const detail::CrossEntropyStatisticsJob& job, c10::Device /*device*/) {
-    for_each_row(job, loops().cross_entropy_statistics);
+    for_each_row(job, cross_entropy_loops().cross_entropy_statistics);
   }
 
   static void run(const detail::CrossEntropyGradientJob& job, c10::Device /*device*/) {
-    for_each_row(job, loops().cross_entropy_gradient);
+    for_each_row(job, cross_entropy_loops().cross_entropy_gradient);
   }
 };
 
-using Entry = detail::CrossEntropyEntry<CpuDevice>;
+using CpuCrossEntropy = detail::CrossEntropyEntry<CrossEntropyDevice>;
 
 }  // namespace
 
 at::Tensor cross_entropy_statistics(const CrossEntropyStatisticsArguments& arguments) {
-  return Entry::statistics(arguments);
+  return CpuCrossEntropy::statistics(arguments);
 }
 
 void cross_entropy_gradient(const CrossEntropyGradientArguments& arguments,
                             const at::Tensor& grad_logits) {
-  Entry::gradient(arguments, grad_logits);
+  CpuCrossEntropy::gradient(arguments, grad_logits);
 }
 
 }  // namespace weft::kernels::cpu

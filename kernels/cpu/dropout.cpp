@@ -8,23 +8,24 @@
 namespace weft::kernels::cpu {
 namespace {
 
-constexpr int64_t kElementsPerThread = 16384;
+constexpr int64_t kDropoutElementsPerThread = 16384;
 
-struct CpuDevice {
+struct DropoutDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
 
   static void run(const detail::DropoutJob& job, c10::Device /*device*/) {
     static const auto loops = supported_instruction_sets().front().loops.dropout;
-    at::parallel_for(0, job.num_elements, kElementsPerThread, [&job](int64_t first, int64_t last) {
-      loops(job, first, last);
-    });
+    at::parallel_for(
+        0, job.num_elements, kDropoutElementsPerThread, [&job](int64_t first, int64_t last) {
+          loops(job, first, last);
+        });
   }
 };
 
 }  // namespace
 
 at::Tensor dropout(const at::Tensor& x, double p, uint64_t seed, const DropoutPlace& place) {
-  return detail::run_dropout<CpuDevice>(x, p, seed, place);
+  return detail::run_dropout<DropoutDevice>(x, p, seed, place);
 }
 
 }  // namespace weft::kernels::cpu

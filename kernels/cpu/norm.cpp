@@ -12,18 +12,18 @@
 namespace weft::kernels::cpu {
 namespace {
 
-constexpr int64_t kElementsPerThread = 32768;  // as in activation.cpp
+constexpr int64_t kNormElementsPerThread = 32768;  // as in activation.cpp
 // The parameters' gradients are summed within blocks of rows, and then over the blocks, so results
 // do not depend on the number of threads.
 constexpr int64_t kMaxBlocks = 64;
 constexpr int64_t kMinRowsPerBlock = 8;
 
-const Loops& loops() {
+const Loops& norm_loops() {
   static const Loops widest = supported_instruction_sets().front().loops;
   return widest;
 }
 
-struct CpuDevice {
+struct NormDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
 
   static at::Tensor params(const at::Tensor& params, at::ScalarType compute_type) {
@@ -31,9 +31,9 @@ struct CpuDevice {
   }
 
   static void run(const detail::NormForwardJob& job, c10::Device /*device*/) {
-    const int64_t grain = std::max<int64_t>(1, kElementsPerThread / job.row_size);
+    const int64_t grain = std::max<int64_t>(1, kNormElementsPerThread / job.row_size);
     at::parallel_for(0, job.num_rows, grain, [&job](int64_t first, int64_t last) {
-      loops().norm_forward(job, first, last);
+      norm_loops().norm_forward(job, first, last);
     });
   }
 
@@ -44,7 +44,7 @@ struct CpuDevice {
         std::max(kMinRowsPerBlock, (job.num_rows + kMaxBlocks - 1) / kMaxBlocks);
     const int64_t num_blocks = (job.num_rows + rows_per_block - 1) / rows_per_block;
     const int64_t grain =
-        std::max<int64_t>(1, kElementsPerThread / (rows_per_block * job.row_size));
+        std::max<int64_t>(1, kNormElementsPerThread / (rows_per_block * job.row_size));
     at::Tensor sums;
     char* data = nullptr;
     int64_t bytes_per_block = 0;
@@ -55,10 +55,10 @@ struct CpuDevice {
     }
     at::parallel_for(0, num_blocks, grain, [&](int64_t first, int64_t last) {
       for (int64_t block = first; block < last; ++block) {
-        loops().norm_backward(job,
-                              block * rows_per_block,
-                              std::min((block + 1) * rows_per_block, job.num_rows),
-                              data == nullptr ? nullptr : data + block * bytes_per_block);
+        norm_loops().norm_backward(job,
+                                   block * rows_per_block,
+                                   std::min((block + 1) * rows_per_block, job.num_rows),
+                                   data == nullptr ? nullptr : data + block * bytes_per_block);
       }
     });
     if (num_params == 0) return {};
@@ -66,19 +66,19 @@ struct CpuDevice {
   }
 };
 
-using Entry = detail::NormEntry<CpuDevice>;
+using CpuNorm = detail::NormEntry<NormDevice>;
 
 }  // namespace
 
 NormResult norm_forward(const NormArguments& arguments, Norm norm) {
-  return Entry::forward(arguments, norm);
+  return CpuNorm::forward(arguments, norm);
 }
 
 NormGradients norm_backward(const at::Tensor& grad_y,
                             const std::optional<at::Tensor>& grad_sum,
                             const NormSaved& saved,
                             NormWanted wanted) {
-  return Entry::backward(grad_y, grad_sum, saved, wanted);
+  return CpuNorm::backward(grad_y, grad_sum, saved, wanted);
 }
 
 }  // namespace weft::kernels::cpu

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kBlocksPerThread = 64;  // of 256 elements
 
-const OptimizerLoops& loops() {
+const OptimizerLoops& optimizer_loops() {
   static const OptimizerLoops widest = supported_instruction_sets().front().loops.optimizer;
   return widest;
 }
@@ -23,22 +23,22 @@ void run_blocks(const Job& job, const Loop& loop) {
   });
 }
 
-struct CpuDevice {
+struct OptimizerDevice {
   static constexpr c10::DeviceType kType = c10::DeviceType::CPU;
 
   static void run(const detail::AdamStepJob& job, c10::Device /*device*/) {
-    run_blocks(job, loops().adam_step);
+    run_blocks(job, optimizer_loops().adam_step);
   }
   static void run(const detail::MomentumStepJob& job, c10::Device /*device*/) {
-    run_blocks(job, loops().momentum_step);
+    run_blocks(job, optimizer_loops().momentum_step);
   }
   static void run(const detail::FloatCodesJob& job, c10::Device /*device*/) {
-    run_blocks(job, loops().float_codes);
+    run_blocks(job, optimizer_loops().float_codes);
   }
 };
 
-using Steps = detail::OptimizerStepEntry<CpuDevice>;
-using Codes = detail::FloatCodesEntry<CpuDevice>;
+using Steps = detail::OptimizerStepEntry<OptimizerDevice>;
+using Codes = detail::FloatCodesEntry<OptimizerDevice>;
 
 }  // namespace
 

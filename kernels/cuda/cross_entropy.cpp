@@ -6,17 +6,17 @@
 namespace weft::kernels::cuda {
 namespace {
 
-using Entry = detail::CrossEntropyEntry<CudaDevice>;
+using CudaCrossEntropy = detail::CrossEntropyEntry<CudaDevice>;
 
 }  // namespace
 
 at::Tensor cross_entropy_statistics(const CrossEntropyStatisticsArguments& arguments) {
-  return Entry::statistics(arguments);
+  return CudaCrossEntropy::statistics(arguments);
 }
 
 void cross_entropy_gradient(const CrossEntropyGradientArguments& arguments,
                             const at::Tensor& grad_logits) {
-  Entry::gradient(arguments, grad_logits);
+  CudaCrossEntropy::gradient(arguments, grad_logits);
 }
 
 }  // namespace weft::kernels::cuda

@@ -6,19 +6,19 @@
 namespace weft::kernels::cuda {
 namespace {
 
-using Entry = detail::NormEntry<CudaDevice>;
+using CudaNorm = detail::NormEntry<CudaDevice>;
 
 }  // namespace
 
 NormResult norm_forward(const NormArguments& arguments, Norm norm) {
-  return Entry::forward(arguments, norm);
+  return CudaNorm::forward(arguments, norm);
 }
 
 NormGradients norm_backward(const at::Tensor& grad_y,
                             const std::optional<at::Tensor>& grad_sum,
                             const NormSaved& saved,
                             NormWanted wanted) {
-  return Entry::backward(grad_y, grad_sum, saved, wanted);
+  return CudaNorm::backward(grad_y, grad_sum, saved, wanted);
 }
 
 }  // namespace weft::kernels::cuda

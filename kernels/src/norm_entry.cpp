@@ -6,12 +6,12 @@ namespace weft::kernels::detail {
 namespace {
 
 // An operand and its name in errors.
-struct NamedOperand {
+struct NormOperand {
   const char* name;
   const at::Tensor& tensor;
 };
 
-void check_device(const NamedOperand& operand, const NamedOperand& reference) {
+void check_device(const NormOperand& operand, const NormOperand& reference) {
   TORCH_CHECK(operand.tensor.device() == reference.tensor.device(),
               "norm got ",
               operand.name,
@@ -24,7 +24,7 @@ void check_device(const NamedOperand& operand, const NamedOperand& reference) {
               "; move both to one device.");
 }
 
-void check_like_input(const NamedOperand& operand, const NamedOperand& input) {
+void check_like_input(const NormOperand& operand, const NormOperand& input) {
   check_device(operand, input);
   TORCH_CHECK(operand.tensor.scalar_type() == input.tensor.scalar_type() &&
                   operand.tensor.sizes() == input.tensor.sizes(),
@@ -43,7 +43,7 @@ void check_like_input(const NamedOperand& operand, const NamedOperand& input) {
               "; pass tensors of one shape and dtype.");
 }
 
-void check_params(const NamedOperand& params, const NamedOperand& input) {
+void check_params(const NormOperand& params, const NormOperand& input) {
   check_device(params, input);
   const auto type = params.tensor.scalar_type();
   TORCH_CHECK(
@@ -75,7 +75,7 @@ void check_params(const NamedOperand& params, const NamedOperand& input) {
               ".");
 }
 
-void check_input(const NamedOperand& input, c10::DeviceType device) {
+void check_input(const NormOperand& input, c10::DeviceType device) {
   TORCH_CHECK(input.tensor.device().type() == device,
               "norm got ",
               input.name,
@@ -96,7 +96,7 @@ void check_input(const NamedOperand& input, c10::DeviceType device) {
               " without dims; pass at least one dim, the features.");
 }
 
-void check_row_stats(const NamedOperand& stats, const NamedOperand& input) {
+void check_row_stats(const NormOperand& stats, const NormOperand& input) {
   const auto type = compute_type_of(input.tensor.scalar_type());
   const auto sizes = input.tensor.sizes().slice(0, input.tensor.dim() - 1);
   TORCH_CHECK(stats.tensor.device() == input.tensor.device() &&
@@ -121,7 +121,7 @@ void check_row_stats(const NamedOperand& stats, const NamedOperand& input) {
 }  // namespace
 
 void check_norm(const NormArguments& arguments, c10::DeviceType device) {
-  const NamedOperand x = {"x", arguments.x};
+  const NormOperand x = {"x", arguments.x};
   check_input(x, device);
   if (arguments.residual) check_like_input({"residual", *arguments.residual}, x);
   if (arguments.weight) check_params({"weight", *arguments.weight}, x);
@@ -137,7 +137,7 @@ void check_norm_backward(const at::Tensor& grad_y,
                          const std::optional<at::Tensor>& grad_sum,
                          const NormSaved& saved,
                          c10::DeviceType device) {
-  const NamedOperand norm_input = {"norm_input", saved.norm_input};
+  const NormOperand norm_input = {"norm_input", saved.norm_input};
   check_input(norm_input, device);
   check_like_input({"grad_y", grad_y}, norm_input);
   if (grad_sum) check_like_input({"grad_sum", *grad_sum}, norm_input);

@@ -211,6 +211,7 @@ Partition make_partition(const std::vector<double>& times,
                          double memory_weight) {
   std::vector<LayerCost> layers;
   const size_t count = times.size();
+  layers.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     layers.push_back(
         {.time = times[i],

@@ -159,6 +159,7 @@ std::vector<int64_t> Mesh::group(std::string_view axis, int64_t global_rank) con
   const int64_t step = stride(idx);
   const int64_t first = global_rank - (global_rank / step) % axes_[idx].size * step;
   std::vector<int64_t> result;
+  result.reserve(static_cast<size_t>(axes_[idx].size));
   for (int64_t i = 0; i < axes_[idx].size; ++i) {
     result.push_back(first + i * step);
   }

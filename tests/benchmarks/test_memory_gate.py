@@ -26,7 +26,7 @@ requires_golden_torch = pytest.mark.skipif(
 @requires_golden_torch
 @pytest.mark.timeout(1200)
 def test_rows_match_golden_file() -> None:
-    result = run_process([sys.executable, BENCHMARKS / "memory_gate.py"], env=ENVIRONMENT, timeout=1100)
+    result = run_process([sys.executable, BENCHMARKS / "memory_gate.py", "--quick"], env=ENVIRONMENT, timeout=1100)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     assert "rows as they were" in result.stdout and "rows as predicted" in result.stdout
 

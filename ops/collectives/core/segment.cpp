@@ -129,8 +129,8 @@ Segment Segment::open(const SegmentAddress& address) {
                 path);
   }
   struct stat status {};
-  const bool fits = fstat(segment.descriptor_, &status) == 0 &&
-                    static_cast<size_t>(status.st_size) == address.num_bytes;
+  const bool fits =
+      fstat(segment.descriptor_, &status) == 0 && std::cmp_equal(status.st_size, address.num_bytes);
   if (fits) segment.mapping_ = std::make_shared<Mapping>(segment.descriptor_, address.num_bytes);
   segment.close_descriptor();
   if (!fits || segment.mapping_->nonce() != address.nonce) {

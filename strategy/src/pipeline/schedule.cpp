@@ -35,7 +35,7 @@ Schedule::Schedule(std::vector<std::vector<Action>> ranks) : ranks_(std::move(ra
                                     " has a stage above " + std::to_string(kMaxStages - 1) +
                                     "; use a smaller one");
       }
-      if (rank_of_[stage] != kNowhere && rank_of_[stage] != static_cast<int32_t>(rank)) {
+      if (rank_of_[stage] != kNowhere && std::cmp_not_equal(rank_of_[stage], rank)) {
         throw std::invalid_argument("schedule: stage " + std::to_string(stage) + " is on rank " +
                                     std::to_string(rank_of_[stage]) + " and on rank " +
                                     std::to_string(rank) + "; give it to one of them");
