@@ -5,11 +5,12 @@ A part uses the engine's public members, and members of the strategy that Lightn
 overrides.
 
 NOTE on names: `_configure_launcher`, `_launcher`, `_device_mesh`, `_data_parallel_size`, `_tensor_parallel_size`,
-`_save_distributed_checkpoint`, `_timeout`, `_process_group_backend`, `_get_process_group_backend` and, under Fabric,
-`_parallelize_fn` and `_backward_sync_control` are protected members of Lightning's ModelParallelStrategy (the stock
-strategy), of which weft's strategies are subclasses. Also used are `LightningModule._device_mesh`, `_after_closure` of
-precision plugins, and the Trainer's `_accelerator_connector`, the only object that stores the argument
-`use_distributed_sampler`. Lightning has no public equivalents, except for reading some of these members.
+`_save_distributed_checkpoint`, `_setup_distributed`, `_timeout`, `_process_group_backend`,
+`_get_process_group_backend` and, under Fabric, `_parallelize_fn` and `_backward_sync_control` are protected members of
+Lightning's ModelParallelStrategy (the stock strategy), of which weft's strategies are subclasses. Also used are
+`LightningModule._device_mesh`, `_after_closure` of precision plugins, `_data_source` of the fit loop, and the Trainer's
+`_accelerator_connector`, the only object that stores the argument `use_distributed_sampler`. Lightning has no public
+equivalents, except for reading some of these members.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Engine:
         plan: the plan that is applied; None: the user's code shards the model.
         stages: divides the model into the stages of a pipeline, if the options request it.
         batch_check: compares batches between the ranks of a tensor-parallel group.
+        chosen_sizes: with layout="auto", the sizes of the axes once they are chosen.
         The other attributes are the arguments, and parts that their classes describe.
 
     Raises:
@@ -97,6 +99,13 @@ class Engine:
         self.replacements = ParameterReplacements()
         self.start_summary = StartSummary(self)
         self._data_axes: DataAxes | None = None
+        self.chosen_sizes: MeshSizes | None = None
+        self.predicted_bytes: int | None = None  # of a rank, by the search that chose the sizes
+        if options.chooses_layout and owner == "fabric":
+            raise ValueError(
+                f"{self.name} got layout='auto', and Fabric joins its ranks before it has a model; find the layout by "
+                "weft tune, and pass it."
+            )
 
     # ---- devices, mesh and groups --------------------------------------------------------------------------
 
@@ -161,13 +170,17 @@ class Engine:
         }
 
     def sizes_of_mesh(self) -> MeshSizes | None:
-        """Return the sizes of the axes for the strategy's devices; None: the stock strategy resolves its own sizes.
+        """Return the sizes of the axes for the strategy's devices.
+
+        None: the stock strategy resolves its own sizes, or a layout is not chosen yet.
 
         Raises:
             RuntimeError: the sizes do not fit the number of devices.
         """
         if self.options.is_stock:
             return None
+        if self.options.chooses_layout:
+            return self.chosen_sizes
         return resolve_sizes(self.name, self._sizes, self.strategy.num_processes, self.strategy.num_nodes)
 
     def check_devices(self) -> None:

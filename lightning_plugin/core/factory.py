@@ -21,6 +21,7 @@ from weft._plugin.preemption import PreemptionMixin
 from weft._plugin.pretrained_checkpoint import PretrainedCheckpointMixin
 from weft._plugin.process_guard import watch_launcher
 from weft._plugin.replica_check import ReplicaMixin
+from weft._plugin.run_report import ReportMixin
 from weft._plugin.signatures import checked_init, doc_of_options, init_of_options
 from weft._plugin.throughput_monitor import ThroughputMixin
 from weft._plugin.trainer_mixin import TrainerMixin
@@ -34,6 +35,7 @@ CALLBACKS: dict[str, type] = {
     "PretrainedCheckpoint": PretrainedCheckpointMixin,
     "ReplicaCheck": ReplicaMixin,
     "NonFiniteCheck": NonFiniteMixin,
+    "Report": ReportMixin,
 }
 # The sizes for each registered name; the plan is "auto", which recognises the model.
 PRESETS: dict[str, dict[str, Any]] = {

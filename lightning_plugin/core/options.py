@@ -118,7 +118,11 @@ class Options:
             which frees the gathered parameters of each unit after its forward); 2: the same, but the gathered
             parameters are freed after the unit's backward; 1: only the optimizer states; 0: nothing. None: 3 with a
             plan or `pipeline_cuts`; without these, the user's code does all the sharding.
-        layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; omitted axes have one rank.
+        layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; omitted axes have one rank. "auto", under the
+            Trainer: weft chooses replicas, data-parallel and tensor-parallel ranks at the start of a run, by dry runs
+            on rank 0 (see `weft tune`), for which the script must call the Trainer under `if __name__ == "__main__"`.
+        memory_limit: with layout="auto", the most bytes of a device, such as "72GB"; None: nine tenths of a GPU's
+            memory, or an equal share of the host's for CPU ranks.
         sequence_parallel: with a plan, also shard the tokens over the tensor-parallel ranks between the layers that are
             sharded by features: in norms, residual sums and dropout, and in their saved activations. With
             `pipeline_cuts`, between the blocks of each stage.
@@ -178,6 +182,7 @@ class Options:
     data_replicate_size: int | str = 1
     zero_stage: int | None = None
     layout: str | None = None
+    memory_limit: int | str | None = None
     sequence_parallel: bool = False
     pipeline_cuts: Any = None
     pipeline_module: str | None = None
@@ -199,6 +204,11 @@ class Options:
         """Return whether the sizes of axes have the same meaning as in ModelParallelStrategy."""
         are_sizes_stock = self.layout is None and self.data_replicate_size == 1 and self.pipeline_parallel_size == 1
         return self.plan is None and self.zero_stage is None and are_sizes_stock and self.pipeline_cuts is None
+
+    @property
+    def chooses_layout(self) -> bool:
+        """Return whether weft chooses the sizes of the axes."""
+        return self.layout == "auto"
 
     @property
     def needs_plan(self) -> bool:
@@ -278,6 +288,9 @@ class Options:
                 f"{owner} got optimizer_in_backward={self.optimizer_in_backward!r} and zero_stage=1, which steps "
                 "shards of parameters after the backward; pass one of the two."
             )
+        from weft._plugin.auto_layout import check_options
+
+        check_options(owner, self)
         sizes = self._sizes(owner, data_parallel_size, tensor_parallel_size)
         self._validate_pipeline(owner, sizes)
         return sizes
@@ -455,7 +468,7 @@ class Options:
                     f"got layout={self.layout!r}, which gives the sizes of all axes, and also {' and '.join(further)}; "
                     "leave these out, or write them into the layout."
                 )
-            return Sizes.parse(self.layout)
+            return Sizes() if self.chooses_layout else Sizes.parse(self.layout)
         except ValueError as error:
             raise ValueError(f"{owner}: {error}") from None
 

@@ -69,6 +69,16 @@ class StrategyMixin(StockStrategy):
         """
         return self._engine.stages.existing_pipeline()
 
+    @property
+    def start_summary(self) -> tuple[str, ...]:
+        """Return the sentences that rank 0 has logged about the layout, the sharding and the memory of the model."""
+        return tuple(self._engine.start_summary.lines)
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """Return the predicted peak of a rank's memory, in bytes, if layout="auto" has chosen the layout."""
+        return self._engine.predicted_bytes
+
     def save_pretrained(
         self,
         directory: str | os.PathLike[str],
@@ -112,18 +122,23 @@ class StrategyMixin(StockStrategy):
         engine.check_offload_device("activation_offload=True", options.activation_offload)
         guard().mark_failed(False)
         guard().watch_signals(self._owns_process_control())
-        sizes = engine.sizes_of_mesh()
-        if sizes is not None:
-            self._data_parallel_size = sizes.pipeline_parallel * sizes.data_replicate * sizes.data_parallel
-            self._tensor_parallel_size = sizes.tensor_parallel
+        self._set_sizes()
         with destroying_group_at_exit():
             super().setup_environment()
+        sizes = engine.sizes_of_mesh()
         environment = self.cluster_environment
         if type(environment).__name__ == "TorchElasticEnvironment":
             guard().print_errors_once(shared_under_torchrun(environment.local_rank(), environment.node_rank()))
         self._device_mesh, group = cached_mesh(self._device_mesh, sizes, options.has_stages)
         background.wait(raises=False)  # for a save of a run that an error has ended
         engine.begin_run(DataAxes(self._device_mesh, group, options.sharding_stage))
+
+    def _set_sizes(self) -> None:
+        """Set the sizes from which the stock strategy makes its mesh, if they are known."""
+        sizes = self._engine.sizes_of_mesh()
+        if sizes is not None:
+            self._data_parallel_size = sizes.pipeline_parallel * sizes.data_replicate * sizes.data_parallel
+            self._tensor_parallel_size = sizes.tensor_parallel
 
     def _owns_process_control(self) -> bool:
         # A cluster's scheduler may send SIGTERM as a warning, to which the job reacts, long before the job must end.

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim import Optimizer
 
 from weft._plugin import trainer_checkpoints as checkpoints
+from weft._plugin.auto_layout import choose_layout
 from weft._plugin.engine import Engine
 from weft._plugin.in_backward import check_optimizer_in_backward, clips_by_norm, is_overridden
 from weft._plugin.loader_check import without_lockstep
@@ -83,6 +84,15 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         # The stock strategy has set the mesh that it made itself, and LightningModule.device_mesh has no setter.
         self.lightning_module._device_mesh = self._device_mesh
         self._resuming.prepare()
+
+    def _setup_distributed(self) -> None:
+        """Join the process group, and choose a layout, once, if that is left to weft."""
+        super()._setup_distributed()
+        engine = self._engine
+        if engine.options.chooses_layout and engine.chosen_sizes is None:
+            engine.chosen_sizes = choose_layout(engine, self)
+            engine.check_devices()
+            self._set_sizes()
 
     @contextmanager
     def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:

@@ -15,7 +15,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
+#include <optional>
 #include <thread>
+#include <tuple>
 #include <unistd.h>
 
 namespace weft {
@@ -64,19 +66,29 @@ void set_error_classes(const py::object& mismatch,
   collectives::set_error_hooks({raise_in_python, make_storable_for_python});
 }
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const c10::intrusive_ptr<c10d::Store>& store,
-                                               int rank,
-                                               int size,
-                                               std::chrono::milliseconds timeout,
-                                               const std::string& group_name,
-                                               const std::vector<uint64_t>& global_ranks,
-                                               size_t staging_limit_bytes,
-                                               const py::function& make_transport) {
+using SlowNetworkRates = std::tuple<int64_t, double, double>;
+
+c10::intrusive_ptr<c10d::Backend> make_backend(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    std::chrono::milliseconds timeout,
+    const std::string& group_name,
+    const std::vector<uint64_t>& global_ranks,
+    size_t staging_limit_bytes,
+    const py::function& make_transport,
+    const std::optional<SlowNetworkRates>& slow_network) {
   auto options = c10::make_intrusive<ops::BackendOptions>();
   options->timeout = timeout;
   options->group_name = group_name;
   options->global_ranks_in_group = global_ranks;
   options->staging_limit_bytes = staging_limit_bytes;
+  if (slow_network) {
+    const auto& [ranks_per_host, seconds_per_message, bytes_per_second] = *slow_network;
+    options->slow_network = {.ranks_per_host = ranks_per_host,
+                             .seconds_per_message = seconds_per_message,
+                             .bytes_per_second = bytes_per_second};
+  }
   // The options keep the callable after this call returns, so its deleter must acquire the GIL.
   const auto callable =
       std::shared_ptr<py::function>(new py::function(make_transport), [](py::function* held) {
@@ -128,7 +140,17 @@ py::list flight_log() {
 
 PYBIND11_MODULE(_collectives, m) {
   m.def("set_error_classes", &set_error_classes);
-  m.def("make_backend", &make_backend);
+  m.def("make_backend",
+        &make_backend,
+        py::arg("store"),
+        py::arg("rank"),
+        py::arg("size"),
+        py::arg("timeout"),
+        py::arg("group_name"),
+        py::arg("global_ranks"),
+        py::arg("staging_limit_bytes"),
+        py::arg("make_transport"),
+        py::arg("slow_network") = py::none());
   m.def("exit_after", &exit_after, py::arg("delay"), py::arg("status"));
   m.def("flight_log", &flight_log);
   m.def("failures_of_groups", &ops::failures_of_groups, py::call_guard<py::gil_scoped_release>());

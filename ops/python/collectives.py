@@ -11,6 +11,7 @@ Invalid arguments raise the errors that gloo raises, and the group remains usabl
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "GroupAbortedError",
     "PeerLostError",
+    "SlowNetwork",
     "seconds_waited",
 ]
 
@@ -69,6 +71,47 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Backen
 
 
 @dataclass(frozen=True)
+class SlowNetwork:
+    """A network that CPU ranks of one host only pretend to have: a tool for tests and benchmarks.
+
+    A call between pretended hosts completes later, by the time that a ring would take: each rank sends (n - 1) / n of
+    the bytes in n - 1 messages, and twice that for an all-reduce; a message between stages takes one. Calls that run at
+    the same time do not slow each other. Groups without `BackendOptions.slow_network` have the network that
+    WEFT_SLOW_NETWORK describes, "ranks_per_host=2,seconds_per_message=1e-3,bytes_per_second=1e8", if it is set.
+
+    Attributes:
+        ranks_per_host: as many consecutive global ranks count as one host.
+        seconds_per_message: the latency of a message.
+        bytes_per_second: that a rank sends.
+    """
+
+    ranks_per_host: int
+    seconds_per_message: float
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers that no network has."""
+        if self.ranks_per_host < 1 or self.seconds_per_message < 0 or self.bytes_per_second <= 0:
+            raise ValueError(f"got {self}; pass at least 1 rank, a latency from 0 and a rate above 0.")
+
+    @classmethod
+    def of_environment(cls) -> SlowNetwork | None:
+        """Return the network of WEFT_SLOW_NETWORK; None: it is not set. Raises ValueError for another text."""
+        text = os.environ.get("WEFT_SLOW_NETWORK")
+        if not text:
+            return None
+        try:
+            values = dict(part.split("=") for part in text.split(","))
+            ranks = int(values.pop("ranks_per_host"))
+            return cls(ranks, **{name: float(value) for name, value in values.items()})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"WEFT_SLOW_NETWORK is {text!r} ({error}); set it as in 'ranks_per_host=2,seconds_per_message=1e-3,"
+                "bytes_per_second=1e8'."
+            ) from None
+
+
+@dataclass(frozen=True)
 class BackendOptions:
     """The options of this backend: the `pg_options` of `init_process_group` and `new_group`.
 
@@ -78,10 +121,12 @@ class BackendOptions:
         transport: a function that creates a backend over the ranks of the group; the `send` and `recv` of this backend
             transfer bytes between hosts. Called as `transport(store, rank, size, timeout)` on every rank of a
             multi-host group, and not called on a single host. Default: gloo.
+        slow_network: see SlowNetwork.
     """
 
     staging_limit_bytes: int = 16 * 1024 * 1024
     transport: Callable[[dist.Store, int, int, timedelta], Backend] = _gloo
+    slow_network: SlowNetwork | None = None
 
     def __post_init__(self) -> None:
         """Raise for options with which no group could be created."""
@@ -100,6 +145,8 @@ def _create(group: dist.distributed_c10d._DistributedBackendOptions, pg_options:
     if pg_options is not None and not isinstance(pg_options, (BackendOptions, Backend.Options)):
         raise TypeError(f"got {pg_options=!r} for the backend weft; pass weft.collectives.BackendOptions(...).")
     options = pg_options if isinstance(pg_options, BackendOptions) else BackendOptions()
+    network = options.slow_network or SlowNetwork.of_environment()
+    rates = None if network is None else (network.ranks_per_host, network.seconds_per_message, network.bytes_per_second)
     return _collectives.make_backend(
         group.store,
         group.group_rank,
@@ -109,6 +156,7 @@ def _create(group: dist.distributed_c10d._DistributedBackendOptions, pg_options:
         group.global_ranks_in_group,
         options.staging_limit_bytes,
         options.transport,
+        rates,
     )
 
 

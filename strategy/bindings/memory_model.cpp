@@ -90,6 +90,7 @@ TrainingSpec make_spec(const ModelSpec& model,
                        const std::variant<bool, std::string>& optimizer_in_backward,
                        bool empty_init,
                        const std::string& activation_checkpointing,
+                       int64_t accumulate_grad_batches,
                        const std::string& device) {
   const auto steps = backward_steps(optimizer_in_backward);
   const auto weights = value_of("master_weights", master_weights, kWeights);
@@ -102,6 +103,7 @@ TrainingSpec make_spec(const ModelSpec& model,
           .plan = std::move(plan),
           .sequences = sequences,
           .tokens = tokens,
+          .micro_batches = accumulate_grad_batches,
           .precision = value_of("precision", precision, kPrecisions),
           .optimizer = value_of("optimizer", optimizer, kOptimizers),
           .states = states,
@@ -115,7 +117,9 @@ TrainingSpec make_spec(const ModelSpec& model,
           .device = value_of("device", device, kDevices)};
 }
 
-py::dict to_dict(const MemoryUsage& usage) {
+}  // namespace
+
+py::dict usage_to_dict(const MemoryUsage& usage) {
   py::dict result;
   const auto names = memory_category_names();
   for (std::size_t i = 0; i < names.size(); ++i) {
@@ -124,7 +128,18 @@ py::dict to_dict(const MemoryUsage& usage) {
   return result;
 }
 
-}  // namespace
+std::string checkpointing_name(Checkpointing checkpointing) {
+  for (const auto& [name, value] : kCheckpointing) {
+    if (value == checkpointing) {
+      return std::string(name);
+    }
+  }
+  return "";
+}
+
+Checkpointing checkpointing_of(const std::string& name) {
+  return value_of("activation_checkpointing", name, kCheckpointing);
+}
 
 void bind_memory_model(py::module_& module) {
   module.def(
@@ -197,6 +212,7 @@ void bind_memory_model(py::module_& module) {
            py::arg("optimizer_in_backward") = false,
            py::arg("empty_init") = true,
            py::arg("activation_checkpointing") = "none",
+           py::arg("accumulate_grad_batches") = 1,
            py::arg("device") = "cpu")
       .def("module_names", [](const TrainingSpec& spec) { return module_names(spec.model); })
       .def(
@@ -204,7 +220,7 @@ void bind_memory_model(py::module_& module) {
           [](const TrainingSpec& spec, int64_t global_rank) {
             py::dict phases;
             for (const PhaseMemory& phase : predict_memory(spec, global_rank)) {
-              phases[py::str(phase.phase)] = to_dict(phase.at_peak);
+              phases[py::str(phase.phase)] = usage_to_dict(phase.at_peak);
             }
             return phases;
           },

@@ -6,6 +6,7 @@
 #include "memory_model.h"
 #include "mersenne_twister.h"
 #include "pipeline.h"
+#include "tuning.h"
 #include "weft/strategy/mesh.h"
 #include "weft/strategy/shard.h"
 
@@ -218,6 +219,7 @@ PYBIND11_MODULE(_plan, module) {
   bind_rule(module);
   bind_plan(module);
   bind_memory_model(module);
+  bind_tuning(module);
   bind_pipeline(module);
   bind_mersenne_twister(module);
 

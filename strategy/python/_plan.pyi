@@ -5,7 +5,7 @@ schedules and kinds of actions are strings. Invalid values raise ValueError.
 """
 
 from collections.abc import Sequence
-from typing import Final, Literal, final
+from typing import Any, Final, Literal, final
 
 AXIS_NAMES: Final[tuple[str, ...]]
 """The valid names of mesh axes, in their usual order, from the outermost to the innermost."""
@@ -152,7 +152,7 @@ class DecoderModel:
 class TrainingSpec:
     """The training of a model on a mesh, for which memory is predicted.
 
-    `plan`: None for "auto". The batch of each data-parallel rank has `sequences` sequences of `tokens` tokens.
+    `plan`: None for "auto". Each batch of a data-parallel rank has `sequences` sequences of `tokens` tokens.
     `precision`: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed". `optimizer`: "SGD", "SGD with momentum",
     "Adam", "AdamW" or "Adagrad". `activation_checkpointing`: "none", "selective" or "full". `device`: "cpu" or "cuda".
     The other options are those of the Lightning strategies. ValueError: an unknown precision, optimizer, kind of
@@ -175,6 +175,7 @@ class TrainingSpec:
         optimizer_in_backward: bool | Literal["rows"] = False,
         empty_init: bool = True,
         activation_checkpointing: str = "none",
+        accumulate_grad_batches: int = 1,
         device: str = "cpu",
     ) -> None: ...
     def module_names(self) -> list[str]:
@@ -197,6 +198,75 @@ class TrainingSpec:
         The bytes are those of the parameter, its gradient (0 with `optimizer_in_backward`), its optimizer states and
         autocast's copy of it. Tied parameters count once.
         """
+
+@final
+class Cluster:
+    """The rates that devices and links attain, from which step times are predicted.
+
+    `Cluster(name)` has the rates of one of `Cluster.names()`; ValueError: another name. `float32_flops` and
+    `half_flops`: operations per second of matrix products. `bytes_per_second`: of a device's memory. `overlaps`:
+    whether collectives of data-parallel ranks run while the device computes. `host_link` and `network_link`: (seconds
+    of a message, bytes per second that a device sends) within a host and across hosts. `device_bytes`: the memory of a
+    device. `cores_per_host`: how many operators run on a host at once as fast as one alone, if the devices are
+    processes of a CPU; 0: devices do not slow each other.
+    """
+
+    devices_per_host: int
+    cores_per_host: float
+    device_bytes: int
+    float32_flops: float
+    half_flops: float
+    bytes_per_second: float
+    seconds_per_kernel: float
+    overlaps: bool
+    host_link: tuple[float, float]
+    network_link: tuple[float, float]
+
+    def __init__(self, name: str) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @staticmethod
+    def names() -> list[str]: ...
+    def slowdown(self, num_devices: int) -> float:
+        """Return how many times longer operators take than alone, when so many devices compute."""
+
+    def all_gather_seconds(self, num_bytes: float, num_ranks: int, stride: int) -> float:
+        """Return the seconds of an all-gather of `num_bytes` in total, or of a reduce-scatter of as many.
+
+        The group has `num_ranks` ranks with the distance `stride`; consecutive ranks are on one host.
+        """
+
+    def all_reduce_seconds(self, num_bytes: float, num_ranks: int, stride: int) -> float:
+        """Return the seconds of an all-reduce of `num_bytes` over a group as in `all_gather_seconds`."""
+
+def search_layouts(
+    training: TrainingSpec,
+    cluster: Cluster,
+    *,
+    num_devices: int,
+    global_sequences: int,
+    memory_limit: int,
+    data_replicate: int | None = None,
+    data_parallel: int | None = None,
+    tensor_parallel: int | None = None,
+    accumulate_grad_batches: int | None = None,
+    activation_checkpointing: Sequence[str] = ("none", "selective", "full"),
+    optimizer_in_backward: Sequence[bool] = (False, True),
+    max_results: int = 5,
+) -> dict[str, Any]:
+    """The layouts with the shortest predicted steps that fit into `memory_limit` bytes of each device.
+
+    `training`: its mesh, sequences and accumulate_grad_batches do not matter. `global_sequences`: of a step, over all
+    ranks. A size of an axis that is not None is fixed. The lists are the values to try.
+
+    Returns {"layouts": the fastest first, "num_candidates", "num_above_limit": of those tried, "smallest": the layout
+    with the least bytes if none fits, else None, "rejections": [(tensor-parallel size, why the model cannot be sharded
+    over it)]}. A layout is {"mesh", "sequences", "accumulate_grad_batches", "activation_checkpointing",
+    "optimizer_in_backward", "seconds": {"compute", "recomputation", "tensor_parallel", "data_parallel", "optimizer"},
+    "model_flops" and "sent_bytes" of a rank, "bytes": {category: bytes} at the peak of the rank with the most}.
+
+    ValueError: a number below 1, or no layout is valid.
+    """
 
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a dotted module name.

@@ -58,6 +58,8 @@ OPTIONS: dict[str, Option] = {
         {"master_weights": "split"}, {"precision": "bf16-mixed"}, changes_results=True, is_low=True
     ),
     'offload={"optimizer": "disk:/tmp"}': _strategy(offload={"optimizer": "disk:/tmp"}),
+    'offload={"optimizer": "cpu"}': _strategy(offload={"optimizer": "cpu"}),
+    'offload={"parameters": "cpu"}': _strategy("dp", offload={"parameters": "cpu"}),
     "join_gate_up=True": _strategy(join_gate_up=True),
     "fused_optimizers=False": _strategy(fused_optimizers=False),
     "empty_init=False": _strategy(empty_init=False),

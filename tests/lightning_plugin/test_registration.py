@@ -63,7 +63,7 @@ def test_signature_extends_signature_of_lightning(name: str) -> None:
             "micro_batch_weight",
         ]
     last_arguments = ["resume"] if name in TRAINER_MODULES else []
-    assert list(ours)[-20 - len(pipeline_arguments) - len(last_arguments) :] == [
+    assert list(ours)[-21 - len(pipeline_arguments) - len(last_arguments) :] == [
         "plan",
         "check_batches",
         "check_batches_every",
@@ -78,6 +78,7 @@ def test_signature_extends_signature_of_lightning(name: str) -> None:
         "data_replicate_size",
         "zero_stage",
         "layout",
+        "memory_limit",
         "sequence_parallel",
         *pipeline_arguments,
         "verify",

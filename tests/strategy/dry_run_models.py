@@ -17,7 +17,7 @@ from support.example_modules import load_example
 from support.hugging_face import language_model
 from weft.strategy import Plan, StepInBackward, checkpoint_activations, deferred_init, fuse
 from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fsdp
-from weft.strategy.data_parallel.fully_sharded import free_gathered, mixed_precision_policy
+from weft.strategy.data_parallel.fully_sharded import free_gathered, mixed_precision_policy, set_gradient_sync
 from weft.strategy.pipeline import Pipeline
 from weft.strategy.pipeline.last_stage_modules import LastStageModules
 from weft.strategy.planning.layout import Sizes
@@ -111,6 +111,7 @@ def measured(rank: int, world_size: int, name: str, layout: str, **options: Any)
     from ops.memory.counting import counted
 
     with counted():
+        gc.collect()  # what earlier cases have left would be freed while memory is counted
         before = weft.memory.by_category()
         phases = _train(name, layout, **options)
     result: dict[str, dict[str, int]] = {}
@@ -137,6 +138,7 @@ def _train(
     pipeline_cuts: Sequence[str] = (),
     pipeline_schedule: str = "1f1b",
     num_micro_batches: int | None = None,
+    accumulate_grad_batches: int = 1,
 ) -> list[weft.memory.Phase]:
     build, make_batch = MODELS[name]
     sizes = Sizes.parse(layout)
@@ -206,16 +208,22 @@ def _train(
                 reducer.finish()
             optimizer.step()
             continue
-        default, _ = torch.get_default_dtype(), torch.set_default_dtype(dtype)
-        with mixed:
-            loss = loss_fn(batch)
-        torch.set_default_dtype(default)
-        optimizer.zero_grad()
-        watch.backward_begins()
-        loss.backward()
+        for micro_batch in range(accumulate_grad_batches):
+            if micro_batch > 0:
+                watch.forward_begins(batch)
+            default, _ = torch.get_default_dtype(), torch.set_default_dtype(dtype)
+            with mixed:
+                loss = loss_fn(batch)
+            torch.set_default_dtype(default)
+            if micro_batch == 0:
+                optimizer.zero_grad()
+            watch.backward_begins()
+            if shards and accumulate_grad_batches > 1:  # as the Trainer does
+                set_gradient_sync(model, micro_batch == accumulate_grad_batches - 1)
+            loss.backward()
+            del loss
         if reducer is not None:
             reducer.finish()
-        del loss
         optimizer.step()
         if shards:
             free_gathered(model)

@@ -36,6 +36,8 @@ CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
         ("gpt2", "dp2", {"precision": "bf16-mixed", "optimizer_state": "bfloat16", "master_weights": "split"}),
         ("resnet18", "dp2", {"zero_stage": 1}),
         ("text", "tp2", {"optimizer_in_backward": "rows"}),
+        ("text", "tp2", {"accumulate_grad_batches": 2}),
+        ("text", "dp2", {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
     ],
     4: [
         ("llama", "dp2,tp2", {"precision": "bf16-mixed", "activation_checkpointing": "full"}),
@@ -115,6 +117,11 @@ def test_unsupported_trainings_raise_errors(module: Any, batch: Any, message: st
         ({"master_weights": "split"}, "master_weights is 'split' with precision '32-true', which does not compute"),
         ({"optimizer_in_backward": "all"}, "optimizer_in_backward is 'all'; pass False, True or 'rows'"),
         ({"zero_stage": 4}, "zero_stage is 4; pass 0, 1, 2 or 3"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches is 0; pass a number from 1"),
+        (
+            {"accumulate_grad_batches": 2, "optimizer_in_backward": "rows"},
+            "got accumulate_grad_batches=2 with a pipeline or steps by rows",
+        ),
         ({"rank": 2, "layout": "tp2"}, "rank is 2 for the 2 ranks of the layout 'tp2'; pass a rank of the layout"),
     ],
 )

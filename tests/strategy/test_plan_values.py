@@ -236,8 +236,11 @@ def test_stub_describes_the_module() -> None:
         if isinstance(node, ast.ClassDef):
             bound = getattr(_plan, name)
             members = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+            attributes = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
             public = {member for member in dir(bound) if not member.startswith("_")}
-            assert public == {member for member in members if not member.startswith("_")}, name
+            assert public == attributes | {member for member in members if not member.startswith("_")}, name
+            for attribute in attributes:
+                assert getattr(bound, attribute).fset is not None, attribute
             for member, item in members.items():
                 if not item.decorator_list and not member.startswith("_"):
                     assert bound_parameter_names(getattr(bound, member)) == parameter_names(item), member

@@ -135,6 +135,11 @@ class WeftBackend final : public c10d::Backend {
                 const std::vector<Step>& steps,
                 const Tensors& inputs,
                 Tensors outputs);
+  // REQUIRES: options_->slow_network.
+  std::chrono::nanoseconds time_on_slow_network(const Call& call,
+                                                const std::vector<Step>& steps,
+                                                const Tensors& inputs,
+                                                const Tensors& outputs) const;
   Step all_reduce_step(const at::Tensor& tensor,
                        const c10d::ReduceOp& op,
                        CoalescedPosition position = {0, 1}) const;

@@ -2,8 +2,10 @@
 #include "arguments.h"
 #include "backend.h"
 #include "raise.h"
+#include "slow_network.h"
 #include "work.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace weft::collectives {
@@ -60,6 +62,8 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
                           call.op_type == OpType::RECVANYSOURCE;
   const uint64_t sequence = is_message ? 0 : ++num_collectives_;
   const uint64_t log_id = FlightLog::instance().begin(logged_call(steps, sequence));
+  const auto delay = options_->slow_network ? time_on_slow_network(call, steps, inputs, outputs)
+                                            : std::chrono::nanoseconds::zero();
   auto work = c10::make_intrusive<CollectiveWork>(group_,
                                                   getRank(),
                                                   call.op_type,
@@ -68,6 +72,7 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
                                                   std::move(outputs),
                                                   completion_hooks_,
                                                   log_id);
+  work->delay(delay);
   for (const Step& step : steps) {
     step.operation->on_done = [pack = step.pack](const std::exception_ptr& error) {
       if (error == nullptr && pack) pack->copy_back();
@@ -92,6 +97,26 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
   }
   if (steps.empty()) FlightLog::instance().end(log_id, FlightLog::State::kDone);
   return work;
+}
+
+std::chrono::nanoseconds WeftBackend::time_on_slow_network(const Call& call,
+                                                           const std::vector<Step>& steps,
+                                                           const Tensors& inputs,
+                                                           const Tensors& outputs) const {
+  const auto bytes_of = [](const Tensors& tensors) {
+    int64_t num_bytes = 0;
+    for (const at::Tensor& each : tensors) num_bytes += static_cast<int64_t>(each.nbytes());
+    return num_bytes;
+  };
+  const auto* const message =
+      steps.empty() ? nullptr : dynamic_cast<const Message*>(steps.front().operation.get());
+  return network_time(*options_->slow_network,
+                      options_->global_ranks_in_group,
+                      getRank(),
+                      getSize(),
+                      call.op_type,
+                      std::max(bytes_of(inputs), bytes_of(outputs)),
+                      message == nullptr ? -1 : message->peer);
 }
 
 FlightLog::Call WeftBackend::logged_call(const std::vector<Step>& steps, uint64_t sequence) const {

@@ -7,6 +7,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <thread>
 #include <utility>
 
 namespace weft::collectives {
@@ -90,6 +91,7 @@ void CollectiveWork::on_operation_done(const std::shared_ptr<Completion>& comple
   const std::lock_guard lock(completion->mutex);
   if (completion->error == nullptr) completion->error = operation_error;
   if (--completion->num_unfinished > 0) return;
+  completion->end = std::chrono::steady_clock::now() + completion->delay;
   const bool is_done = completion->error == nullptr;
   FlightLog::instance().end(completion->log_id,
                             is_done ? FlightLog::State::kDone : FlightLog::State::kFailed);
@@ -104,6 +106,7 @@ void CollectiveWork::on_operation_done(const std::shared_ptr<Completion>& comple
 }
 
 void CollectiveWork::Completion::complete(c10::ivalue::Future& to_complete) const {
+  if (delay.count() > 0 && error == nullptr) std::this_thread::sleep_until(end);
   if (error != nullptr) {
     to_complete.setError(make_storable(error));
   } else {
@@ -125,7 +128,13 @@ std::exception_ptr CollectiveWork::first_error() const {
 
 bool CollectiveWork::isCompleted() {
   if (!is_done()) group_->poll();
-  return is_done();
+  if (!is_done() || completion_->delay.count() == 0) return is_done();
+  return std::chrono::steady_clock::now() >= end();
+}
+
+std::chrono::steady_clock::time_point CollectiveWork::end() const {
+  const std::lock_guard lock(completion_->mutex);
+  return completion_->error == nullptr ? completion_->end : completion_->begin;
 }
 
 bool CollectiveWork::isSuccess() const { return is_done() && first_error() == nullptr; }
@@ -149,6 +158,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
     future = completion_->future;
   }
   if (future) future->wait();
+  if (completion_->delay.count() > 0) std::this_thread::sleep_until(end());
   if (auto error = first_error()) raise(std::move(error));
   return true;
 }
@@ -160,7 +170,13 @@ c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
   if (!completion_->future) {
     completion_->future =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    if (completion_->num_unfinished == 0) completion_->complete(*completion_->future);
+    if (completion_->num_unfinished == 0 && completion_->delay.count() == 0) {
+      completion_->complete(*completion_->future);
+    } else if (completion_->num_unfinished == 0) {
+      complete_on_task_thread([completion = completion_, future = completion_->future] {
+        completion->complete(*future);
+      });
+    }
   }
   return completion_->future;
 }

@@ -7,6 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -32,6 +33,9 @@ class CollectiveWork final : public c10d::Work {
                  std::vector<at::Tensor> outputs,
                  std::shared_ptr<const CompletionHooks> hooks,
                  uint64_t log_id);
+
+  // The work completes that much later than its operations. REQUIRES: none is submitted.
+  void delay(std::chrono::nanoseconds time) { completion_->delay = time; }
 
   // Call it once for each operation, before any of them is submitted: extends the operation's
   // on_done.
@@ -63,14 +67,19 @@ class CollectiveWork final : public c10d::Work {
     std::shared_ptr<const CompletionHooks> hooks;
     uint64_t log_id = 0;  // of the call in the FlightLog
     std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
+    std::chrono::nanoseconds delay{0};
+    // When the work completes; set with num_unfinished = 0.
+    std::chrono::steady_clock::time_point end = std::chrono::steady_clock::time_point::max();
 
-    // REQUIRES: num_unfinished == 0.
+    // Waits for `end`. REQUIRES: num_unfinished == 0.
     void complete(c10::ivalue::Future& to_complete) const;
   };
 
   static void on_operation_done(const std::shared_ptr<Completion>& completion,
                                 const std::exception_ptr& operation_error);
   bool is_done() const;
+  // REQUIRES: is_done(). Not in the future if the work has failed.
+  std::chrono::steady_clock::time_point end() const;
   std::exception_ptr first_error() const;
 
   const std::shared_ptr<Group> group_;

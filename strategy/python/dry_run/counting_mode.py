@@ -19,6 +19,7 @@ from weft import _memory
 from weft.strategy.dry_run.ledger import TensorLedger
 from weft.strategy.dry_run.messages import SentMessages
 from weft.strategy.dry_run.staging import Staging
+from weft.strategy.dry_run.step_clock import StepClock
 from weft.strategy.dry_run.temporaries import Temporaries
 from weft.strategy.pipeline.fake_mode import FakeMode, is_recorded
 
@@ -66,15 +67,21 @@ _FUSED_STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_
 class CountingMode(TorchDispatchMode):
     """Counts the storages that operators make, their temporaries, and the staging buffers of collectives.
 
+    `unmeasured` has the names of operators with calls too large for a measurement of their temporaries.
+
     Tensors have no values, except for small ones of integers and booleans: these decide what a model does, such as
     whether a mask is needed. Where code reads a value that does not exist, `all` and `equal` are true, other booleans
     false, and numbers one.
     """
 
-    def __init__(self, ledger: TensorLedger, fake_mode: FakeMode) -> None:
+    def __init__(
+        self, ledger: TensorLedger, fake_mode: FakeMode, temporaries: Temporaries, clock: StepClock | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
-        self.temporaries = Temporaries()
+        self.unmeasured: set[str] = set()
+        self._temporaries = temporaries
+        self._clock = clock
         self._fake_mode = fake_mode
         self._staging = Staging()
         self._sent = SentMessages()
@@ -180,6 +187,7 @@ class CountingMode(TorchDispatchMode):
         if namespace == "weft" and name == "pipeline_flush":
             self._sent.complete()
         if namespace == "aten" and name in _FUSED_STEPS:
+            self._time(func, args, kwargs, None)
             return None
         if namespace == "weft" and name in _THROUGH:
             with self:
@@ -194,8 +202,17 @@ class CountingMode(TorchDispatchMode):
             result._is_all = True
         self.ledger.hold(_tensors_of(result))
         if namespace != "prim" and not _makes_views(func):
-            self.ledger.hold_briefly(self.temporaries.of(func, args, kwargs))
+            temporary_bytes = self._temporaries.of(func, args, kwargs)
+            if temporary_bytes is None:
+                self.unmeasured.add(str(func))
+            else:
+                self.ledger.hold_briefly(temporary_bytes)
+            self._time(func, args, kwargs, result)
         return result
+
+    def _time(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self._clock is not None:
+            self._clock.operator(func, args, kwargs, result, self.ledger.phase)
 
     def _run_with_values(self, func: Any, args: Any, kwargs: Any, is_factory: bool) -> Any:
         if is_factory:
@@ -241,6 +258,13 @@ class CountingMode(TorchDispatchMode):
         staging = self._staging.group(group.group_name, group.size())
         sizes = [[leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args[:2]]
         first, second = sum(sizes[0]), sum(sizes[1]) if len(sizes) > 1 else 0
+        if self._clock is not None and name not in ("send", "recv_"):
+            num_bytes = first
+            if "allgather" in name:
+                num_bytes = second * group.size()
+            elif "reduce_scatter" in name:
+                num_bytes = first * group.size()
+            self._clock.collective(name, num_bytes, dist.get_process_group_ranks(group))
         if name.startswith("allreduce"):
             for num_bytes in sizes[0]:
                 staging.all_reduce(num_bytes)

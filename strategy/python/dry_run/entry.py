@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import pickle
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
-import torch.multiprocessing as mp
-
-from weft.strategy.comparison.launch import encode_error
+from weft.strategy.dry_run.process import DryRunProcess
 from weft.strategy.dry_run.request import Request
-from weft.strategy.dry_run.training import Prediction, predict
+from weft.strategy.dry_run.training import Prediction
 from weft.strategy.estimate.entry import in_unit, table_of, unit_of
 
 
@@ -117,6 +112,7 @@ def estimate_module(module: Any, layout: str = "tp1", **options: Any) -> DryRunE
               either. None: as in `weft.strategy.compare`.
             - plan, sequence_parallel, zero_stage, activation_checkpointing ("none", "selective", "full"),
               optimizer_in_backward, fused_optimizers, optimizer_state, master_weights: as in the strategies.
+            - accumulate_grad_batches: batches whose gradients a step accumulates; 1 with a pipeline.
             - precision: "32-true", "bf16-mixed", "bf16-true" or "16-true".
             - loss_fn: as in `weft.strategy.compare`.
             - optimizer: the name of a class of torch.optim, or a function (module) -> optimizer, or its
@@ -138,51 +134,14 @@ def estimate_module(module: Any, layout: str = "tp1", **options: Any) -> DryRunE
 
 def estimate_all(requests: Sequence[Request]) -> list[DryRunEstimate]:
     """Return the result of `estimate_module` for each request, from one process. Raises the first error."""
-    try:
-        payload = pickle.dumps(list(requests))
-    except Exception as error:  # __reduce__ of a user's object may raise anything
-        raise ValueError(
-            f"estimate: the arguments cannot be sent to a new process ({error}); pass a module, batch and loss_fn that "
-            "can be pickled: functions at the top level of a file, or the 'package.module:name' of one."
-        ) from error
-    context = mp.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(sender, payload), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        kind, content = receiver.recv()
-    except EOFError:
-        process.join()
-        raise RuntimeError(
-            f"estimate: the process of the dry run ended with exit status {process.exitcode}; check that the host has "
-            "enough memory."
-        ) from None
-    finally:
-        receiver.close()
-        process.join()
-    if kind == "invalid":
-        raise ValueError(content.replace("compare: ", "estimate: ", 1))  # an error of `comparison.subject`
-    if kind == "failed":
-        raise RuntimeError(f"estimate: {content}")
-    return [
-        DryRunEstimate(
-            ranks[0].num_parameters,
-            request.layout,
-            ranks[0].cuts,
-            tuple(RankEstimate(each.rank, each.stages, each.phases, each.unmeasured) for each in ranks),
-        )
-        for request, ranks in zip(requests, content, strict=True)
-    ]
+    with DryRunProcess() as process:
+        return [_estimate_of(request, process.run(request)) for request in requests]
 
 
-def _run(sender: Connection, payload: bytes) -> None:
-    os.dup2(2, 1)  # the parent's stdout is for the result
-    try:
-        requests: list[Request] = pickle.loads(payload)
-        predictions = [[predict(request, rank) for rank in request.ranks] for request in requests]
-        answer: tuple[str, list[list[Prediction]] | str] = "done", predictions
-    except Exception as error:  # sent to the parent, which raises it
-        answer = encode_error(0, error)
-    sender.send(answer)
-    sender.close()
+def _estimate_of(request: Request, ranks: Sequence[Prediction]) -> DryRunEstimate:
+    return DryRunEstimate(
+        ranks[0].num_parameters,
+        request.layout,
+        ranks[0].cuts,
+        tuple(RankEstimate(each.rank, each.stages, each.phases, each.unmeasured) for each in ranks),
+    )

@@ -23,6 +23,7 @@ class TensorLedger:
 
     def __init__(self) -> None:
         self._sizes = _memory.SizeLedger()
+        self.phase = ""  # the current one
         self._blocks: dict[int, tuple[int, Any]] = {}  # by the storage's address: the block, a reference to the storage
 
     # ---- blocks --------------------------------------------------------------------------------------------
@@ -94,6 +95,7 @@ class TensorLedger:
         self._sizes.reset_peak()
 
     def begin_phase(self, name: str, category: str) -> None:
+        self.phase = name
         self._sizes.begin_phase(name, category)
 
     def set_category(self, tensor: Tensor, category: str) -> bool:

@@ -56,6 +56,8 @@ class Request:
     pipeline_module: str | None = None
     rank: int | None = None
     num_steps: int = _NUM_STEPS
+    accumulate_grad_batches: int = 1
+    num_rows: int | None = None  # of the batch; None: as given
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -68,6 +70,15 @@ class Request:
         if self.optimizer_in_backward not in (False, True, "rows"):
             raise ValueError(
                 f"estimate: optimizer_in_backward is {self.optimizer_in_backward!r}; pass False, True or 'rows'."
+            )
+        if self.accumulate_grad_batches < 1:
+            raise ValueError(
+                f"estimate: accumulate_grad_batches is {self.accumulate_grad_batches!r}; pass a number from 1."
+            )
+        if self.accumulate_grad_batches > 1 and (self.has_stages or self.optimizer_in_backward == "rows"):
+            raise ValueError(
+                f"estimate: got accumulate_grad_batches={self.accumulate_grad_batches} with a pipeline or steps by "
+                "rows, which accumulate nothing over batches; pass 1."
             )
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"estimate: zero_stage is {self.zero_stage!r}; pass 0, 1, 2 or 3.")

@@ -17,39 +17,31 @@ MAX_BYTES = 1 << 30
 
 
 class Temporaries:
-    """The bytes that calls allocate and free again inside, by the shapes, strides and dtypes of their arguments.
-
-    Attributes:
-        unmeasured: the names of operators with calls whose tensors have more than `max_bytes`; these count as having no
-            temporaries.
-    """
+    """The bytes that calls allocate and free again inside, by the shapes, strides and dtypes of their arguments."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._known: dict[Any, int] = {}
-        self.unmeasured: set[str] = set()
+        self._known: dict[Any, int | None] = {}
 
-    def of(self, func: Any, args: Any, kwargs: Any) -> int:
-        """Return the bytes of temporaries of a call whose tensors have no values."""
+    def of(self, func: Any, args: Any, kwargs: Any) -> int | None:
+        """Return the bytes of temporaries of a call whose tensors have no values; None: they are too large."""
         leaves, spec = tree_flatten((args, kwargs))
         # The numbers of an in-place step, such as the row it begins at, are no sizes.
         has_sizes = bool(func._schema.returns)
-        key = (func, spec, tuple(_key_of(leaf, has_sizes) for leaf in leaves))
+        key = (func, spec, tuple(key_of(leaf, has_sizes) for leaf in leaves))
         try:
-            known = self._known.get(key)
+            if key not in self._known:
+                self._known[key] = self._measure(func, leaves, lambda new: tree_unflatten(new, spec))
         except TypeError:  # an argument without a hash
             return 0
-        if known is None:
-            known = self._known[key] = self._measure(func, leaves, lambda new: tree_unflatten(new, spec))
-        return known
+        return self._known[key]
 
-    def _measure(self, func: Any, leaves: list[Any], with_leaves: Callable[[list[Any]], Any]) -> int:
-        num_bytes = sum(_extent(leaf) * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+    def _measure(self, func: Any, leaves: list[Any], with_leaves: Callable[[list[Any]], Any]) -> int | None:
+        num_bytes = sum(extent_of(leaf) * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
         if num_bytes > self._max_bytes:
-            self.unmeasured.add(str(func))
-            return 0
+            return None
         with no_dispatch(), torch.no_grad():
-            args, kwargs = with_leaves([_zeros_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+            args, kwargs = with_leaves([zeros_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
             inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
             _memory.reset_peak()
             before = sum(_memory.current().values())
@@ -66,7 +58,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _key_of(leaf: Any, has_sizes: bool) -> Any:
+def key_of(leaf: Any, has_sizes: bool) -> Any:
     """Return what temporaries may depend on: not the value of a float; that of an integer if `has_sizes`."""
     if not isinstance(leaf, Tensor):
         is_value = type(leaf) is float or (type(leaf) is int and not has_sizes)
@@ -74,13 +66,13 @@ def _key_of(leaf: Any, has_sizes: bool) -> Any:
     return leaf.shape, leaf.stride(), leaf.dtype
 
 
-def _extent(tensor: Tensor) -> int:
+def extent_of(tensor: Tensor) -> int:
     """Return the number of elements from the first to the last of a tensor in its storage."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _zeros_like(tensor: Tensor) -> Tensor:
+def zeros_like(tensor: Tensor) -> Tensor:
     """Return zeros in a new storage, with the strides of a tensor. Zero is a valid index into any dim."""
-    return torch.zeros(_extent(tensor), dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+    return torch.zeros(extent_of(tensor), dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -22,13 +21,17 @@ from weft.strategy.apply import parallelize
 from weft.strategy.comparison import subject
 from weft.strategy.comparison.sharded import JobMesh
 from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fsdp
-from weft.strategy.data_parallel.fully_sharded import free_gathered, mixed_precision_policy
+from weft.strategy.data_parallel.fully_sharded import mixed_precision_policy
 from weft.strategy.data_parallel.reducer import average_gradient
 from weft.strategy.deferred import attributes_of, deferred_init, is_deferred, materialize
+from weft.strategy.dry_run.batches import batch_of, num_rows_of, with_rows
 from weft.strategy.dry_run.counting_mode import CountingMode
 from weft.strategy.dry_run.ledger import TensorLedger, local_of
 from weft.strategy.dry_run.request import Request
 from weft.strategy.dry_run.stages import Stages, agreeing_peers
+from weft.strategy.dry_run.step_clock import StepClock, StepTimes
+from weft.strategy.dry_run.steps import Steps
+from weft.strategy.dry_run.temporaries import Temporaries
 from weft.strategy.modules.activation_checkpointing import checkpoint_activations
 from weft.strategy.optimizers.fused_optimizers import fuse
 from weft.strategy.optimizers.in_backward import StepInBackward
@@ -50,6 +53,8 @@ class Prediction:
         cuts: the names of the first module of each stage but the first.
         phases: at the peak of each phase, by category; "init": after the model is sharded.
         unmeasured: operators whose calls are too large for a measurement of their temporaries.
+        num_rows: of the batch that was given, or that the model offers.
+        times: of the last step; None: they were not asked for.
     """
 
     num_parameters: int
@@ -58,12 +63,20 @@ class Prediction:
     cuts: tuple[str, ...]
     phases: dict[str, dict[str, int]]
     unmeasured: tuple[str, ...]
+    num_rows: int
+    times: StepTimes | None = None
 
 
-def predict(request: Request, rank: int) -> Prediction:
+def predict(
+    request: Request, rank: int, temporaries: Temporaries | None = None, clock: StepClock | None = None
+) -> Prediction:
     """Return the prediction for a rank; this process must have no process group, and has none afterwards.
 
     Counts the memory of this process from now on.
+
+    Args:
+        temporaries: measured ones of earlier dry runs in this process.
+        clock: predicts the times of a step; None: they are not predicted.
 
     Raises:
         ValueError: the arguments do not fit the model, or the training does something that needs values.
@@ -72,27 +85,31 @@ def predict(request: Request, rank: int) -> Prediction:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=request.num_ranks)
     try:
         with agreeing_peers():
-            return _DryRun(request, rank).run()
+            return _DryRun(request, rank, temporaries or Temporaries(), clock).run()
     finally:
         dist.destroy_process_group()
         gc.collect()
 
 
 class _DryRun:
-    def __init__(self, request: Request, rank: int) -> None:
+    def __init__(self, request: Request, rank: int, temporaries: Temporaries, clock: StepClock | None) -> None:
         self._request = request
         self._rank = rank
         self._job = JobMesh(request.sizes, "cpu")
         self._fake_mode = DryRunMode()
         self._ledger = TensorLedger()
-        self._counting = CountingMode(self._ledger, self._fake_mode)
+        self._clock = clock
+        self._counting = CountingMode(self._ledger, self._fake_mode, temporaries, clock)
         self._stages: Stages | None = None
 
     def run(self) -> Prediction:
         request = self._request
         model = self._build()
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        given, is_for_forward = _batch_of(model, request.batch)
+        given, is_for_forward = batch_of(model, request.batch)
+        num_rows = num_rows_of(given)
+        if request.num_rows is not None:
+            given = with_rows(given, request.num_rows)
         loss_fn, _ = subject.loss_of(model, request.loss_fn, is_for_forward)
         plan = Plan(request.plan, sequence_parallel=request.sequence_parallel)
         if request.has_stages:
@@ -115,7 +132,9 @@ class _DryRun:
             () if self._stages is None else self._stages.pipeline.stages,
             () if self._stages is None else self._stages.cuts,
             self._phases(),
-            tuple(sorted(self._counting.temporaries.unmeasured)),
+            tuple(sorted(self._counting.unmeasured)),
+            num_rows,
+            None if self._clock is None else self._clock.end_step(),
         )
 
     def _build(self) -> nn.Module:
@@ -198,25 +217,14 @@ class _DryRun:
             stages.average_and_step(reducer, stepper)
         gc.collect()
         self._ledger.begin_phase("init", "other")
+        steps = Steps(request, model, loss_fn, optimizer, self._counting, watch, reducer, stepper)
         for _ in range(request.num_steps):
-            watch.forward_begins(batch)
-            if stages is not None:
-                optimizer.zero_grad()  # under Lightning, the step frees the gradients of the step before
-                with request.computing(), self._stepping(stepper):
-                    stages.step(batch, loss_fn)
+            if self._clock is not None:
+                self._clock.begin_step()
+            if stages is None:
+                steps.run(batch, self._clock)
             else:
-                with request.computing():
-                    loss = loss_fn(model, batch)
-                optimizer.zero_grad()  # as under Lightning, whose closure does so between forward and backward
-                watch.backward_begins()
-                with self._stepping(stepper):
-                    loss.backward()
-                if reducer is not None:
-                    reducer.finish()
-                del loss
-            with self._counting.keeping_scalars():
-                optimizer.step()
-            free_gathered(model)
+                steps.run_in_stages(batch, stages)
 
     def _fully_shard(self, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
         if self._stages is not None:
@@ -240,9 +248,6 @@ class _DryRun:
 
         return StepInBackward(model, optimizer, average, self._request.optimizer_in_backward == "rows")
 
-    def _stepping(self, stepper: StepInBackward | None) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if stepper is None else self._counting.keeping_scalars()
-
     def _phases(self) -> dict[str, dict[str, int]]:
         """Return the largest peak of each kind of phase, without categories that are always empty."""
         largest: dict[str, dict[str, int]] = {}
@@ -254,19 +259,3 @@ class _DryRun:
 
 def _loses_values(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex() or is_deferred(tensor)
-
-
-def _batch_of(model: nn.Module, given: Any) -> tuple[Any, bool]:
-    """Return (the batch, whether it is for the forward); without a batch, the first of `train_dataloader`, if any."""
-    if given is None and subject.is_lightning_module(model):
-        definer = next((cls for cls in type(model).__mro__ if "train_dataloader" in vars(cls)), object)
-        if definer.__name__ not in ("object", "DataHooks"):  # the hook of Lightning's base class raises an error
-            module: Any = model
-            loader = module.train_dataloader()
-            if isinstance(loader, (dict, list, tuple)):
-                raise ValueError(
-                    f"estimate: {type(model).__name__}.train_dataloader returns a {type(loader).__name__} of loaders; "
-                    "pass the batch (--batch)."
-                )
-            return next(iter(loader)), False
-    return subject.batch_of(model, given, 1)

@@ -28,6 +28,7 @@ _KEYS = (
     "optimizer_in_backward",
     "empty_init",
     "activation_checkpointing",
+    "accumulate_grad_batches",
     "device",
     "pipeline_cuts",
     "pipeline_schedule",

@@ -137,6 +137,7 @@ Buffer Mlp::fused_backward(int64_t rows, const Buffer& grad_y, bool needs_input_
     const Buffer products = memory_->gradient_products(layers_.front());
     memory_->make_mlp_gradients(layers_.front());
   }
+  memory_->add_mlp_gradients();
   x_.reset();
   return memory_->is_autocast() && grad_x ? memory_->scratch_float32(rows * dim_) : grad_x;
 }

@@ -250,23 +250,27 @@ void RankMemory::make_optimizer_state() {
 
 void RankMemory::make_gradients(const std::string& module) {
   for (const std::size_t idx : by_module_.at(module)) {
-    if (dp_size_ > 1) {
-      parameter_buffers_[idx].unsharded_gradient =
-          hold_bytes(MemoryCategory::kScratch, num_elements(shapes_[idx]) * gathered_bytes(idx));
-    } else {
-      complete_gradient(idx);
-    }
+    accumulate(idx, new_gradient(idx));
   }
 }
 
 void RankMemory::make_mlp_gradients(const std::string& module) {
-  if (!spec_.steps_by_rows) {
-    make_gradients(module);
-    return;
-  }
   for (const std::size_t idx : by_module_.at(module)) {
-    shapes_[idx].size() == 2 ? step_by_rows(idx) : complete_gradient(idx);
+    if (spec_.steps_by_rows && shapes_[idx].size() == 2) {
+      step_by_rows(idx);
+    } else if (spec_.micro_batches > 1) {
+      mlp_gradients_.emplace_back(idx, new_gradient(idx));
+    } else {
+      accumulate(idx, new_gradient(idx));
+    }
   }
+}
+
+void RankMemory::add_mlp_gradients() {
+  for (auto& [idx, gradient] : mlp_gradients_) {
+    accumulate(idx, std::move(gradient));
+  }
+  mlp_gradients_.clear();
 }
 
 int64_t RankMemory::rows_at_once(const std::string& module) const {
@@ -295,11 +299,36 @@ Buffer RankMemory::weight_sized(const std::string& module) {
   return hold_bytes(MemoryCategory::kScratch, num_bytes);
 }
 
-void RankMemory::complete_gradient(std::size_t idx) {
-  parameter_buffers_[idx].gradient = hold_bytes(MemoryCategory::kGradients, local_bytes(idx));
-  if (spec_.steps_in_backward) {
+Buffer RankMemory::new_gradient(std::size_t idx) {
+  if (dp_size_ > 1) {
+    return hold_bytes(MemoryCategory::kScratch, num_elements(shapes_[idx]) * gathered_bytes(idx));
+  }
+  return hold_bytes(MemoryCategory::kGradients, local_bytes(idx));
+}
+
+void RankMemory::accumulate(std::size_t idx, Buffer gradient) {
+  ParameterBuffers& buffers = parameter_buffers_[idx];
+  if (spec_.micro_batches == 1) {
+    (dp_size_ > 1 ? buffers.unsharded_gradient : buffers.gradient) = std::move(gradient);
+  } else if (dp_size_ > 1 && gathered_bytes(idx) == 2 && spec_.device == DeviceKind::kCpu) {
+    // The addition of a half-precision gradient to a float32 sum converts it first.
+    hold_bytes(MemoryCategory::kScratch, num_elements(shapes_[idx]) * 4);
+  }
+  gradient.reset();
+  if (dp_size_ == 1 && spec_.steps_in_backward) {
     step_temporaries(local_bytes(idx));
-    parameter_buffers_[idx].gradient.reset();
+    buffers.gradient.reset();
+  }
+}
+
+void RankMemory::hold_accumulated_gradients() {
+  if (dp_size_ == 1) {
+    hold_gradients_of_previous_step();
+    return;
+  }
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    parameter_buffers_[i].unsharded_gradient =
+        hold_bytes(MemoryCategory::kScratch, num_elements(shapes_[i]) * 4);
   }
 }
 
@@ -417,6 +446,7 @@ void RankMemory::reduce_gradients(int64_t unit) {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (parameters_[i].unit == unit) {
         step_temporaries(local_bytes(i));
+        parameter_buffers_[i].gradient.reset();
       }
     }
   }

@@ -8,6 +8,7 @@
 #include <deque>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace weft::strategy::detail {
@@ -101,8 +102,11 @@ class RankMemory {
   // Allocates the gradients of a module's parameters, and steps if the step is in the backward.
   // With data parallelism, allocates unsharded gradients, which reduce_gradients() completes.
   void make_gradients(const std::string& module);
-  // The same for a layer of a fused MLP, whose weight may be stepped some rows at a time.
+  // The same for a layer of a fused MLP, whose weight may be stepped some rows at a time. The
+  // gradients of its layers are results of one autograd node: with several micro-batches, they are
+  // added to the sums in add_mlp_gradients(), after the gradients of the last layer.
   void make_mlp_gradients(const std::string& module);
+  void add_mlp_gradients();
   // Returns the number of rows of a layer's weight gradient that are computed at once.
   [[nodiscard]] int64_t rows_at_once(const std::string& module) const;
   // Holds as many bytes as a module's parameters have, not sharded over data-parallel ranks, until
@@ -110,6 +114,10 @@ class RankMemory {
   Buffer weight_sized(const std::string& module);
   // Allocates the gradients of all parameters, which the previous step has left.
   void hold_gradients_of_previous_step();
+  // Allocates the sums of the gradients of all micro-batches but the last. Data-parallel ranks
+  // reduce gradients in the last micro-batch only; until then, FSDP2 adds them up unsharded, in
+  // float32.
+  void hold_accumulated_gradients();
   // Holds the staging buffers in which the previous step has reduced gradients over data-parallel
   // ranks.
   void hold_staging_of_previous_step();
@@ -144,7 +152,7 @@ class RankMemory {
     Buffer gradient;
     Buffer state;
     Buffer low_bits;
-    Buffer unsharded_gradient;  // until its unit's gradients are reduced
+    Buffer unsharded_gradient;  // or sum of gradients, until its unit's gradients are reduced
   };
 
   [[nodiscard]] MemoryCategory saved_category() const {
@@ -170,8 +178,11 @@ class RankMemory {
   // Allocates the temporaries of torch's loop for one parameter's step. Returns those that it still
   // holds when the next parameter's step begins.
   Buffer step_temporaries(int64_t parameter_bytes);
-  // Allocates a parameter's complete gradient, and steps if the step is in the backward.
-  void complete_gradient(std::size_t idx);
+  // Allocates a parameter's gradient, as autograd computes it for a micro-batch.
+  Buffer new_gradient(std::size_t idx);
+  // Keeps a gradient, or adds it to the sum of earlier micro-batches; then steps if the step is in
+  // the backward and no other rank has a part of the gradient.
+  void accumulate(std::size_t idx, Buffer gradient);
   void step_by_rows(std::size_t idx);
   // The two staging buffers of a group.
   struct Staging {
@@ -198,6 +209,7 @@ class RankMemory {
   Buffer gathered_;               // the last unit, as it was gathered in the forward
   Buffer reduced_;                // the gradients of the last unit, as they were reduced
   std::vector<Buffer> averaged_;  // the reduced gradients, which FSDP2 averages over replicas
+  std::vector<std::pair<std::size_t, Buffer>> mlp_gradients_;  // with the parameter's index
   bool is_forward_ = true;
   Tape* recorded_ = nullptr;
   Tape* replayed_ = nullptr;

@@ -160,7 +160,7 @@ class DecoderRun : public Run {
   }
 
  private:
-  [[nodiscard]] std::string head() const {
+  [[nodiscard]] const char* head() const {
     return model_.is_tied ? "model.embed_tokens" : "lm_head";
   }
 
@@ -247,6 +247,12 @@ void check_model(const DecoderModel& model, const TrainingSpec& spec) {
 }
 
 void check_steps_by_rows(const TrainingSpec& spec) {
+  if (spec.micro_batches > 1) {
+    throw std::invalid_argument(
+        "memory: got steps by rows and " + std::to_string(spec.micro_batches) +
+        " micro-batches, whose full gradients are accumulated; use one micro-batch, or step full "
+        "weights");
+  }
   for (const std::string_view axis : {"data_parallel", "data_replicate"}) {
     if (detail::axis_size(spec.mesh, axis) > 1) {
       throw std::invalid_argument("memory: the mesh '" + spec.mesh.to_string() +
@@ -291,7 +297,9 @@ void check(const TrainingSpec& spec) {
     }
   }
   using Size = std::pair<std::string_view, int64_t>;
-  check_sizes(std::vector<Size>{{"sequences", spec.sequences}, {"tokens", spec.tokens}});
+  check_sizes(std::vector<Size>{{"sequences", spec.sequences},
+                                {"tokens", spec.tokens},
+                                {"micro_batches", spec.micro_batches}});
   check_sizes(std::vector<Size>{{"sequences * tokens", spec.sequences * spec.tokens}});
   if (spec.steps_in_backward && spec.optimizer == OptimizerKind::kAdagrad) {
     throw std::invalid_argument(
@@ -340,14 +348,18 @@ std::vector<PhaseMemory> predict_memory(const TrainingSpec& spec, int64_t global
   memory.split_weights();
   timeline.begin_phase("forward");
   memory.make_optimizer_state();
-  if (!spec.steps_in_backward) {
+  if (spec.micro_batches > 1) {
+    memory.hold_accumulated_gradients();
+  } else if (!spec.steps_in_backward) {
     memory.hold_gradients_of_previous_step();
   }
   memory.hold_staging_of_previous_step();
   const auto run = make_run(memory, spec);
   run->forward();
   memory.forward_ends();
-  memory.drop_gradients();
+  if (spec.micro_batches == 1) {
+    memory.drop_gradients();
+  }
   timeline.begin_phase("backward");
   run->backward();
   memory.backward_ends();

@@ -23,6 +23,14 @@
 
 namespace weft::ops {
 
+// Makes calls between hosts as slow as on a network with these rates, by waiting: a tool for tests
+// and benchmarks on one host. Calls that run at the same time do not slow each other.
+struct SlowNetwork {
+  std::int64_t ranks_per_host = 1;  // as many consecutive global ranks count as one host
+  double seconds_per_message = 0;
+  double bytes_per_second = 1;  // that a rank sends
+};
+
 struct BackendOptions final : c10d::Backend::Options {
   // The inherited timeout bounds joining the group and every operation without a timeout of its
   // own.
@@ -45,6 +53,10 @@ struct BackendOptions final : c10d::Backend::Options {
   // Upper limit for the size of the staging buffers and message rings of all ranks of the group on
   // this host together, unless their minimum sizes need more. Must be equal on all ranks of a host.
   std::size_t staging_limit_bytes = std::size_t{16} << 20;
+
+  // A work is complete only when the call would be on this network; see network_time() in
+  // slow_network.h.
+  std::optional<SlowNetwork> slow_network;
 };
 
 // Makes a process group for CPU tensors over the backend "weft" and registers it: operators find it

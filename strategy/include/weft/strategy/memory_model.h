@@ -90,9 +90,10 @@ enum class Checkpointing {
 struct TrainingSpec {
   ModelSpec model;
   Mesh mesh;
-  std::optional<Plan> plan;  // nullopt: "auto"
-  int64_t sequences = 1;     // number in the batch of one data-parallel rank
-  int64_t tokens = 1;        // per sequence; a FeedForwardModel has sequences * tokens rows
+  std::optional<Plan> plan;   // nullopt: "auto"
+  int64_t sequences = 1;      // number in the batch of one data-parallel rank
+  int64_t tokens = 1;         // per sequence; a FeedForwardModel has sequences * tokens rows
+  int64_t micro_batches = 1;  // batches of a step, whose gradients are accumulated
   Precision precision = Precision::k32True;
   OptimizerKind optimizer = OptimizerKind::kAdamW;
   StateFormat states = StateFormat::kLikeParameters;    // not with SGD without momentum, Adagrad
@@ -112,7 +113,9 @@ struct PhaseMemory {
 
 // Returns, in order, the initialization of a rank and the phases of a training step in which the
 // optimizer already has its states. As in Lightning's Trainer, the gradients of the previous step
-// are dropped between the forward and the backward.
+// are dropped between the forward and the backward of the first micro-batch. With several
+// micro-batches, the phases are those of the last one, to whose gradients those of the earlier ones
+// are added.
 //
 // Throws std::invalid_argument for sizes out of range, numbers of heads that the tensor-parallel
 // size does not divide, a plan that does not match the model (see Plan::resolve), a style or option

@@ -1,0 +1,166 @@
+"""Chooses the layout of a run under the Trainer, for layout="auto": by dry runs of the user's module on rank 0."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from weft._plugin.engine import Engine
+    from weft._plugin.options import Options
+    from weft._plugin.stock_strategies import StockTrainerStrategy
+    from weft.strategy.planning.layout import MeshSizes
+
+_GPUS = ("a100", "h100", "h200", "b200")  # clusters whose rates are known, by a part of the device's name
+_USABLE = 0.9  # of a GPU's memory: the rest is for fragments, workspaces of libraries and the context
+
+
+def check_options(owner: str, options: Options) -> None:
+    """Raise ValueError for options that exclude layout="auto", or that need it."""
+    if not options.chooses_layout:
+        if options.memory_limit is not None:
+            raise ValueError(
+                f"{owner} got memory_limit={options.memory_limit!r} without layout='auto', which chooses a layout "
+                "that fits into it; pass both."
+            )
+        return
+    if options.plan is None:
+        raise ValueError(f"{owner} got layout='auto' without a plan, which it needs; pass plan='auto'.")
+    unsupported = {
+        "offload": options.offload is not None,
+        "pipeline_cuts": options.has_stages,
+        "optimizer_in_backward='rows'": options.optimizer_in_backward == "rows",
+        "join_gate_up": options.join_gate_up,
+        "activation_offload": options.activation_offload,
+        "activation_checkpointing by patterns": options.activation_checkpointing not in ("none", "selective", "full"),
+    }
+    for name, is_given in unsupported.items():
+        if is_given:
+            raise ValueError(
+                f"{owner} got layout='auto' and {name}, for which layouts are not compared; pass a layout, or "
+                "leave the other out."
+            )
+    if options.memory_limit is not None:
+        from weft.strategy.tuning.request import read_bytes
+
+        try:
+            read_bytes(options.memory_limit)
+        except ValueError as error:
+            raise ValueError(f"{owner} got memory_limit={options.memory_limit!r}: {error}") from None
+
+
+def choose_layout(engine: Engine, strategy: StockTrainerStrategy) -> MeshSizes:
+    """Return the sizes of the layout that trains the most rows per second, by prediction, and fits; collective.
+
+    Each data-parallel rank keeps the batch size of its loader. The process group must exist, the mesh must not. The
+    search must end within the group's timeout.
+
+    Raises:
+        ValueError: the Trainer does not fit a model, no layout fits or is possible, or the module and its batch cannot
+            be sent to a new process.
+        RuntimeError: the module raised an error.
+    """
+    entry_point = strategy.lightning_module.trainer.state.fn.value
+    if entry_point != "fit":
+        raise ValueError(f"{engine.name} got layout='auto', which fit chooses; pass a layout to {entry_point}.")
+    answer = [_search(engine, strategy) if strategy.global_rank == 0 else None]
+    dist.broadcast_object_list(answer, src=0, device=engine.device)
+    assert answer[0] is not None
+    found, text, engine.predicted_bytes = answer[0]
+    if isinstance(found, type):
+        raise found(f"{engine.name} got layout='auto': {text}")
+    engine.console.log(f"weft: {text}")
+    return found
+
+
+def _search(engine: Engine, strategy: StockTrainerStrategy) -> tuple[MeshSizes | type[Exception], str, int | None]:
+    """Return the sizes, a sentence and the bytes of a rank, or the type of an error, its text and None."""
+    from weft.strategy.planning.layout import Sizes
+    from weft.strategy.tuning.modules import tune_module
+
+    trainer, options = strategy.lightning_module.trainer, engine.options
+    num_ranks = strategy.num_processes * strategy.num_nodes
+    try:
+        found = tune_module(
+            strategy.lightning_module,
+            num_ranks,
+            batch=_FirstBatch(trainer.fit_loop._data_source.instance),
+            cluster=_cluster_of(engine, strategy.num_processes),
+            memory=_memory_limit(engine, strategy.num_processes),
+            keeps_batch=True,
+            fixed=f"accumulate={trainer.accumulate_grad_batches}",
+            plan=options.plan,
+            precision=str(engine.precision.precision),
+            zero_stage=options.sharding_stage,
+            sequence_parallel=options.sequence_parallel,
+            activation_checkpointing=options.activation_checkpointing,
+            optimizer_in_backward=options.optimizer_in_backward,
+            fused_optimizers=options.fused_optimizers,
+            optimizer_state=options.optimizer_state,
+            master_weights=options.master_weights,
+        )
+    except Exception as error:  # an error that only rank 0 raises would leave the other ranks waiting
+        kind = ValueError if isinstance(error, ValueError) else RuntimeError
+        text = str(error).removeprefix("tune: ").removeprefix("estimate: ").rstrip(".")
+        return kind, f"{text}. A layout of your own, such as one that `weft tune` finds, needs no search.", None
+    if not found.layouts:
+        return ValueError, found.no_layout_fits(), None
+    best = found.layouts[0]
+    next_best = f"; next {found.layouts[1].layout} with {found.layouts[1].throughput:.4g}" if found.layouts[1:] else ""
+    text = (
+        f"layout='auto' chooses '{best.layout}' of {found.num_candidates} layouts: {best.throughput:.4g} rows/s "
+        f"predicted with the rates of {found.cluster}{next_best}; {best.peak_bytes / 1e9:.4g} GB on a device of "
+        f"{found.memory_limit / 1e9:.4g} GB."
+    )
+    return Sizes.parse(best.layout).resolve(num_ranks, strategy.num_processes), text, best.peak_bytes
+
+
+class _FirstBatch:
+    """Makes the first batch of a loader, of a LightningDataModule or of a LightningModule, in the dry run's process."""
+
+    def __init__(self, source: Any) -> None:
+        if hasattr(source, "train_dataloader") and not isinstance(source, torch.nn.Module):
+            source = copy.copy(source)
+            source.trainer = None  # cannot be pickled; a LightningModule leaves its Trainer out
+        self._source = source
+
+    def __call__(self) -> Any:
+        loader = self._source
+        if hasattr(loader, "train_dataloader"):
+            loader.prepare_data()
+            loader.setup("fit")
+            loader = loader.train_dataloader()
+        if loader is None or isinstance(loader, (dict, list, tuple)) or hasattr(loader, "iterables"):
+            raise ValueError(
+                f"estimate: the batches come from a {type(loader).__name__}, and layout='auto' takes one DataLoader."
+            )
+        return next(iter(loader))
+
+
+def _cluster_of(engine: Engine, devices_per_host: int) -> dict[str, Any]:
+    if engine.device.type == "cpu":
+        from weft.collectives import SlowNetwork
+
+        rates: dict[str, Any] = {"like": "cpu", "cores_per_host": len(os.sched_getaffinity(0))}
+        network = SlowNetwork.of_environment()
+        if network is None:
+            return {**rates, "devices_per_host": devices_per_host}
+        link = {name: getattr(network, name) for name in ("seconds_per_message", "bytes_per_second")}
+        return {**rates, "devices_per_host": network.ranks_per_host, "network_link": link}
+    name = torch.cuda.get_device_name(engine.device).lower()
+    like = next((each for each in _GPUS if each in name), "h100")
+    return {"like": like, "devices_per_host": devices_per_host}
+
+
+def _memory_limit(engine: Engine, devices_per_host: int) -> int | str:
+    if engine.options.memory_limit is not None:
+        return engine.options.memory_limit
+    if engine.device.type == "cpu":
+        from weft.strategy.tuning.request import host_bytes
+
+        return host_bytes() // devices_per_host
+    return int(torch.cuda.get_device_properties(engine.device).total_memory * _USABLE)

@@ -1,0 +1,40 @@
+#pragma once
+
+// Predicts the time of a training step from the rates of a cluster: a roofline of each operator
+// (Williams et al. 2009), ring collectives, and FSDP2's overlap.
+
+#include "weft/strategy/memory_model.h"
+#include "weft/strategy/tuning/cluster.h"
+
+namespace weft::strategy {
+
+// Seconds of a step of one rank, for all its micro-batches; and what the rank sends.
+struct StepTime {
+  double compute = 0;          // forward and backward
+  double recomputation = 0;    // the forwards that checkpoints run again, with their communication
+  double tensor_parallel = 0;  // collectives of tensor-parallel ranks, which nothing overlaps
+  double data_parallel = 0;    // collectives of data-parallel ranks and replicas, as far as the
+                               // device waits for them
+  double optimizer = 0;
+  double model_flops = 0;  // of the rank's share of the model: 6 per parameter and token, and
+                           // attention; without recomputation
+  double sent_bytes = 0;
+
+  [[nodiscard]] double total() const {
+    return compute + recomputation + tensor_parallel + data_parallel + optimizer;
+  }
+};
+
+// Returns the time of a step of the rank with the largest shards.
+//
+// Each matrix product takes the longer of two times: that of its operations, and that of reading
+// its operands and writing its result. Norms, rotary positions, activations and residual additions
+// take the time of their bytes, as separate kernels. A backward has two products for each of the
+// forward. With overlap, a unit of FSDP2 is gathered while the unit before it computes, and its
+// gradients are reduced while the next computes; replicas average gradients then, too. Gradients
+// are reduced in the last micro-batch only, as the Trainer does.
+//
+// Throws std::invalid_argument for an invalid spec, like predict_memory.
+StepTime predict_step_time(const TrainingSpec& spec, const Cluster& cluster);
+
+}  // namespace weft::strategy

@@ -1,0 +1,136 @@
+"""Searches the layouts of a training that a configuration of `weft estimate` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.strategy import _plan
+from weft.strategy.estimate.config import Training, load_file, read_config
+from weft.strategy.tuning.request import memory_limit_of, read_cluster, read_fixed
+from weft.strategy.tuning.result import FoundLayout, Tuning, layout_text
+
+_CHECKPOINTING = ("none", "selective", "full")
+_NOT_PRINTED = ("precision", "optimizer", "empty_init")  # of the Trainer, of the model, and the default
+
+
+def tune_file(path: str | Path, num_devices: int, **options: Any) -> Tuning:
+    """Search the layouts for a YAML or JSON configuration, as docs/tune.md describes it.
+
+    Args:
+        num_devices: of all hosts.
+        options: those of `tune_training`.
+
+    Raises:
+        ValueError: the file does not exist, its content is not a valid configuration, or no layout is possible.
+    """
+    path = Path(path)
+    config = load_file(path)
+    if isinstance(config, Mapping):
+        config = {key: value for key, value in config.items() if key not in ("mesh", "layout")}
+    return tune_training(read_config(config, path.parent, "tp1"), num_devices, **options)
+
+
+def tune_training(
+    training: Training,
+    num_devices: int,
+    *,
+    cluster: str | Mapping[str, Any] = "h100",
+    memory: str | int | None = None,
+    global_sequences: int | None = None,
+    fixed: str = "",
+    max_results: int = 5,
+) -> Tuning:
+    """Return the layouts with the shortest predicted steps that fit.
+
+    Options of the training are not changed. Activation checkpointing and steps in the backward are chosen, unless the
+    training has them.
+
+    Args:
+        cluster: the name of a cluster, or the mapping or file of one (see `read_cluster`).
+        memory: the most bytes of a device, such as "72GB"; None: nine tenths of a GPU's memory, or all of a CPU rank's.
+        global_sequences: of a step, over all ranks; None: the batch's sequences times the devices.
+        fixed: sizes that are not chosen, such as "tp=2".
+
+    Raises:
+        ValueError: an argument is not valid, the memory model does not describe the training, or no layout is possible.
+    """
+    plan = training.plan
+    if training.model is None or isinstance(plan, str) or training.pipeline is not None:
+        raise ValueError(
+            "tune: step times are predicted for llama, mistral, qwen2 and feed_forward without pipeline, with plan: "
+            "auto or rules; give such a configuration."
+        )
+    rates = read_cluster(cluster)
+    limit = memory_limit_of(rates, memory)
+    options = dict(training.options)
+    wanted_checkpointing = options.pop("activation_checkpointing", None)
+    wanted_in_backward = options.pop("optimizer_in_backward", None)
+    if wanted_in_backward is None and options.get("precision") == "16-mixed":
+        wanted_in_backward = False  # the gradient scaler decides after the backward whether to step
+    sizes = read_fixed(fixed)
+    if (accumulated := options.pop("accumulate_grad_batches", None)) is not None:
+        sizes.setdefault("accumulate_grad_batches", accumulated)
+    if wanted_in_backward == "rows":
+        raise ValueError(
+            "tune: got optimizer_in_backward: rows, which excludes data-parallel ranks; use true, or leave it out."
+        )
+    device = options.pop("device", "cpu" if rates.name == "cpu" else "cuda")
+    spec = _plan.TrainingSpec(
+        training.model,
+        _plan.Mesh(),
+        plan=plan,
+        tokens=training.batch["tokens"],
+        device=device,
+        **options,
+    )
+    sequences = training.batch["sequences"] * num_devices if global_sequences is None else global_sequences
+    found = _plan.search_layouts(
+        spec,
+        rates,
+        num_devices=num_devices,
+        global_sequences=sequences,
+        memory_limit=limit,
+        activation_checkpointing=_CHECKPOINTING if wanted_checkpointing is None else (wanted_checkpointing,),
+        optimizer_in_backward=(False, True) if wanted_in_backward is None else (bool(wanted_in_backward),),
+        max_results=max_results,
+        **sizes,
+    )
+    is_half = options.get("precision", "32-true") != "32-true"
+    flops = rates.half_flops if is_half else rates.float32_flops
+    tokens = sequences * training.batch["tokens"]
+    layouts = tuple(_layout(each, tokens, flops) for each in found["layouts"])
+    return Tuning(
+        layouts=layouts,
+        smallest=None if found["smallest"] is None else _layout(found["smallest"], tokens, flops),
+        num_devices=num_devices,
+        devices_per_host=rates.devices_per_host,
+        memory_limit=limit,
+        global_sequences=sequences,
+        tokens=training.batch["tokens"],
+        cluster=rates.name,
+        num_candidates=found["num_candidates"],
+        num_above_limit=found["num_above_limit"],
+        rejections=tuple((f"tp{size}", reason) for size, reason in found["rejections"]),
+        plan="auto" if plan is None else plan.to_json(),
+        precision=options.get("precision", "32-true"),
+        options={name: value for name, value in options.items() if name not in _NOT_PRINTED},
+    )
+
+
+def _layout(found: Mapping[str, Any], num_tokens: int, flops: float) -> FoundLayout:
+    seconds = dict(found["seconds"])
+    step_seconds = sum(seconds.values())
+    return FoundLayout(
+        layout=layout_text(dict(found["mesh"].axes)),
+        sequences=found["sequences"],
+        accumulate_grad_batches=found["accumulate_grad_batches"],
+        activation_checkpointing=found["activation_checkpointing"],
+        optimizer_in_backward=found["optimizer_in_backward"],
+        seconds=seconds,
+        bytes=dict(found["bytes"]),
+        sent_bytes=round(found["sent_bytes"]),
+        throughput=num_tokens / step_seconds,
+        flops_share=found["model_flops"] / flops / step_seconds,
+    )

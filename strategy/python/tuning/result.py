@@ -1,0 +1,224 @@
+"""The layouts that a search has found, as a table and as the options of a strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+_HEADER = ("layout", "batch", "accum.", "checkpoints", "in backward", "step", "throughput", "of rate", "memory", "sent")
+_AXES = (("data_replicate", "rep"), ("data_parallel", "dp"), ("tensor_parallel", "tp"))
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundLayout:
+    """One layout with its predictions.
+
+    Attributes:
+        layout: such as "dp4,tp2".
+        sequences: of a batch of each data-parallel rank; for a module, rows: the first dim of its batch's tensors.
+        accumulate_grad_batches: batches whose gradients a step accumulates.
+        activation_checkpointing: "none", "selective" or "full".
+        optimizer_in_backward: whether the optimizer steps in the backward.
+        seconds: of a step: "compute", "recomputation" (for a module, a part of "compute"), "tensor_parallel",
+            "data_parallel" and "optimizer".
+        bytes: by category, at the peak of the rank with the most.
+        sent_bytes: that a rank sends in a step.
+        throughput: tokens of all ranks per second; for a module, rows.
+        flops_share: the model's operations, without recomputation, as a share of those that the devices attain in
+            matrix products.
+    """
+
+    layout: str
+    sequences: int
+    accumulate_grad_batches: int
+    activation_checkpointing: str
+    optimizer_in_backward: bool
+    seconds: dict[str, float]
+    bytes: dict[str, int]
+    sent_bytes: int
+    throughput: float
+    flops_share: float
+
+    @property
+    def step_seconds(self) -> float:
+        """The predicted time of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The bytes of all categories at the peak."""
+        return sum(self.bytes.values())
+
+    @property
+    def strategy_options(self) -> dict[str, Any]:
+        """The arguments of `WeftModelParallelStrategy` that differ from their defaults, except the plan."""
+        options: dict[str, Any] = {"layout": self.layout}
+        if self.activation_checkpointing != "none":
+            options["activation_checkpointing"] = self.activation_checkpointing
+        if self.optimizer_in_backward:
+            options["optimizer_in_backward"] = True
+        return options
+
+
+def layout_text(sizes: Mapping[str, int]) -> str:
+    """Return the text of the option `layout` for sizes by axis; "tp1" for one rank."""
+    parts = [f"{short}{sizes[axis]}" for axis, short in _AXES if sizes.get(axis, 1) > 1]
+    return ",".join(parts) or "tp1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The result of a search; prints as a table with the options of the first layout.
+
+    Attributes:
+        layouts: those that fit, the fastest first; empty: none fits.
+        smallest: if none fits, the layout with the least bytes.
+        num_devices, devices_per_host, memory_limit: of the search.
+        global_sequences: of a step; None: each data-parallel rank keeps its batch, so that they depend on the layout.
+        tokens: of a sequence; None: a module was searched, so that sequences are rows.
+        cluster: its name.
+        num_candidates: the layouts that the search has compared.
+        num_above_limit: the layouts that need more memory, among those that are faster than the last of `layouts`; if
+            there are fewer than wanted, among all.
+        rejections: layouts, or sizes such as "tp16", each with the reason why it is not possible.
+        plan: the plan's text for a strategy's option, such as "auto".
+        precision: that of the Trainer.
+        options: further options of the strategy, which the search did not change.
+    """
+
+    layouts: tuple[FoundLayout, ...]
+    smallest: FoundLayout | None
+    num_devices: int
+    devices_per_host: int
+    memory_limit: int
+    global_sequences: int | None
+    tokens: int | None
+    cluster: str
+    num_candidates: int
+    num_above_limit: int
+    rejections: tuple[tuple[str, str], ...]
+    plan: Any
+    precision: str
+    options: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as plain data, with "step_seconds" and "peak_bytes" for each layout."""
+        found = dataclasses.asdict(self)
+        for each, layout in zip(found["layouts"], self.layouts, strict=True):
+            each |= {"step_seconds": layout.step_seconds, "peak_bytes": layout.peak_bytes}
+        return found
+
+    def __str__(self) -> str:
+        devices = f"{self.num_devices} devices of {self.cluster}, {_gigabytes(self.memory_limit)} each"
+        lines = [f"{devices}; {self._work()}; {self.num_candidates} {self._candidates()} compared"]
+        if self.smallest is not None:
+            return "\n".join([*lines, "", self.no_layout_fits()])
+        lines += ["", *_table(self.layouts, "rows/s" if self.tokens is None else "tokens/s")]
+        if self.num_above_limit:
+            above = f"{self._candidates().capitalize()} that need more memory, among those up to the last one"
+            lines.append(f"{above}: {self.num_above_limit}.")
+        if self.rejections:
+            sizes, reason = ", ".join(name for name, _ in self.rejections), self.rejections[0][1]
+            lines.append(f"Not possible: {sizes} ({reason}).")
+        return "\n".join([*lines, "", *self.yaml_lines()])
+
+    def no_layout_fits(self) -> str:
+        """Return a sentence with the smallest bytes and what would lower them; `smallest` must not be None."""
+        assert self.smallest is not None
+        found = self.smallest
+        most = max(found.bytes, key=found.bytes.__getitem__)
+        further = [] if found.activation_checkpointing == "full" else ["activation_checkpointing: full"]
+        activations = ", ".join([*further, "shorter sequences", "or more devices for tensor parallelism"])
+        further = [] if found.optimizer_in_backward else ["optimizer_in_backward: true"]
+        advice = {
+            "parameters": "more devices, or precision bf16-true",
+            "gradients": ", ".join([*further, "more devices", "or precision bf16-true"]),
+            "optimizer_state": "more devices, or optimizer_state: int8",
+            "saved_activations": activations,
+            "scratch": activations,
+            "communication": "more devices",
+        }.get(most, "more devices")
+        return (
+            f"No layout fits into {_gigabytes(self.memory_limit)}: the least is {_gigabytes(found.peak_bytes)}, with "
+            f"{self._options_text(found)}, most of it {most.replace('_', ' ')}; use {advice}."
+        )
+
+    def yaml_lines(self) -> list[str]:
+        """Return the lines of a configuration of LightningCLI for the first layout."""
+        best = self.layouts[0]
+        precision = [f"  precision: {self.precision}"]
+        if self.precision == "16-mixed":  # which Lightning refuses beside the object of a strategy
+            precision = [
+                "  plugins:",
+                "    - class_path: lightning.pytorch.plugins.MixedPrecision",
+                "      init_args: {precision: 16-mixed, device: cuda}",
+            ]
+        devices = [f"  devices: {self.num_devices}"]
+        if self.num_devices > self.devices_per_host:
+            num_hosts, rest = divmod(self.num_devices, self.devices_per_host)
+            # The Trainer needs the same number of devices on each host.
+            devices = [] if rest else [f"  devices: {self.devices_per_host}", f"  num_nodes: {num_hosts}"]
+        lines = [
+            "trainer:",
+            *devices,
+            *precision,
+            f"  accumulate_grad_batches: {best.accumulate_grad_batches}",
+            "  strategy:",
+            "    class_path: weft.lightning.WeftModelParallelStrategy",
+            "    init_args:",
+        ]
+        options = {"plan": self.plan, **best.strategy_options, **self.options}
+        lines += [f"      {name}: {_yaml(value)}" for name, value in options.items()]
+        return [*lines, f"# {self._rows(best.sequences)} in each batch of a data-parallel rank"]
+
+    def _work(self) -> str:
+        if self.global_sequences is None:
+            return "the same batch for each data-parallel rank"
+        if self.tokens is None:
+            return f"{self.global_sequences} rows a step"
+        return f"{self.global_sequences} sequences of {self.tokens} tokens a step"
+
+    def _candidates(self) -> str:
+        return "layouts" if self.tokens is None else "variants"
+
+    def _rows(self, number: int) -> str:
+        return f"{number} {'row' if self.tokens is None else 'sequence'}{'' if number == 1 else 's'}"
+
+    def _options_text(self, layout: FoundLayout) -> str:
+        parts = [f"layout {layout.layout}", f"{self._rows(layout.sequences)} in a batch"]
+        if layout.activation_checkpointing != "none":
+            parts.append(f"{layout.activation_checkpointing} activation checkpointing")
+        if layout.optimizer_in_backward:
+            parts.append("optimizer_in_backward")
+        return ", ".join(parts)
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.4g} GB"
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
+    header = tuple(throughput if name == "throughput" else name for name in _HEADER)
+    rows = [
+        (
+            layout.layout,
+            str(layout.sequences),
+            str(layout.accumulate_grad_batches),
+            layout.activation_checkpointing,
+            "yes" if layout.optimizer_in_backward else "no",
+            f"{layout.step_seconds:.4g} s",
+            f"{layout.throughput:,.0f}" if layout.throughput >= 100 else f"{layout.throughput:.3g}",
+            f"{100 * layout.flops_share:.0f} %",
+            _gigabytes(layout.peak_bytes),
+            _gigabytes(layout.sent_bytes),
+        )
+        for layout in layouts
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows))
+    return [line.rstrip() for line in lines]

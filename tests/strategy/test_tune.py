@@ -1,0 +1,233 @@
+"""`weft tune`: its input, its table, its YAML, and that a strategy trains with what it prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import weft_command
+from weft.strategy.estimate import estimate_training
+from weft.strategy.estimate.config import read_config
+from weft.strategy.tuning import Cluster, Tuning, read_cluster, tune_file, tune_training
+from weft.strategy.tuning.request import memory_limit_of, read_bytes, read_fixed
+
+LLAMA = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+CONFIG = {"model": LLAMA, "batch": {"sequences": 2, "tokens": 64}}
+
+
+def tune(num_devices: int = 4, config: dict[str, Any] = CONFIG, **options: Any) -> Tuning:
+    return tune_training(read_config(config, Path(), "tp1"), num_devices, **{"cluster": "cpu", **options})
+
+
+def test_memory_is_that_of_the_estimate() -> None:
+    for found in tune(max_results=100).layouts:
+        config = {
+            **CONFIG,
+            "batch": {"sequences": found.sequences, "tokens": 64},
+            "activation_checkpointing": found.activation_checkpointing,
+            "accumulate_grad_batches": found.accumulate_grad_batches,
+            "optimizer_in_backward": found.optimizer_in_backward,
+        }
+        estimate = estimate_training(read_config(config, Path(), found.layout))
+        assert max(rank.peak_bytes for rank in estimate.ranks) == found.peak_bytes, found
+
+
+def test_steps_have_the_global_batch() -> None:
+    for found in tune(max_results=100, global_sequences=24).layouts:
+        sizes = [int(part.lstrip("redpt")) for part in found.layout.split(",") if not part.startswith("tp")]
+        num_data = 1
+        for size in sizes:
+            num_data *= size
+        assert found.sequences * found.accumulate_grad_batches * num_data == 24, found
+    assert tune().global_sequences == 8
+
+
+def test_less_memory_takes_more_time_until_nothing_fits() -> None:
+    found = tune()
+    seconds = found.layouts[0].step_seconds
+    limit = found.layouts[0].peak_bytes
+    while found.layouts:
+        assert found.layouts[0].step_seconds >= seconds and found.layouts[0].peak_bytes <= limit
+        seconds, limit = found.layouts[0].step_seconds, found.layouts[0].peak_bytes - 1
+        found = tune(memory=limit)
+    assert found.smallest is not None and found.smallest.peak_bytes == limit + 1
+    assert str(found).splitlines()[-1].startswith("No layout fits into 0.0")
+    assert "use more devices, or" in str(found)
+
+
+def test_options_of_the_configuration_are_kept() -> None:
+    config = {**CONFIG, "activation_checkpointing": "full", "optimizer_in_backward": True, "optimizer_state": "int8"}
+    found = tune(config=config, fixed="tp=2, accumulate=2", max_results=100)
+    assert {(each.activation_checkpointing, each.optimizer_in_backward) for each in found.layouts} == {("full", True)}
+    assert all("tp2" in each.layout and each.accumulate_grad_batches == 2 for each in found.layouts)
+    assert found.options == {"optimizer_state": "int8"}
+    accumulated = tune(config={**CONFIG, "accumulate_grad_batches": 2}, max_results=100)
+    assert {each.accumulate_grad_batches for each in accumulated.layouts} == {2}
+
+
+def test_yaml_configures_a_strategy() -> None:
+    from weft.lightning import WeftModelParallelStrategy
+
+    plan = {"model.layers.*.mlp": "column_row_mlp"}
+    config = {**CONFIG, "batch": {"sequences": 4, "tokens": 64}, "plan": plan}
+    everything = tune(fixed="accumulate=2", config=config, max_results=100)
+    limit = min(each.peak_bytes for each in everything.layouts if each.activation_checkpointing == "full")
+    found = tune(memory=limit, fixed="accumulate=2", config=config)
+    assert "activation_checkpointing" in found.layouts[0].strategy_options
+    text = str(found)
+    trainer = yaml.safe_load(text[text.index("trainer:") :])["trainer"]
+    assert trainer["precision"] == "32-true"
+    assert trainer["accumulate_grad_batches"] == found.layouts[0].accumulate_grad_batches
+    options = trainer["strategy"]["init_args"]
+    assert options == {"plan": plan, **found.layouts[0].strategy_options}
+    WeftModelParallelStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "per_host", "expected"),
+    [(8, 8, {"devices": 8}), (16, 8, {"devices": 8, "num_nodes": 2}), (12, 8, {})],
+    ids=["one-host", "two-hosts", "unequal-hosts"],
+)
+def test_yaml_has_the_devices_of_each_host(num_devices: int, per_host: int, expected: dict[str, int]) -> None:
+    cluster = {"like": "h100", "devices_per_host": per_host}
+    text = str(tune(num_devices, cluster=cluster, max_results=1))
+    trainer = yaml.safe_load(text[text.index("trainer:") :])["trainer"]
+    assert {name: trainer[name] for name in ("devices", "num_nodes") if name in trainer} == expected
+
+
+def test_page_has_what_the_command_prints(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
+    config = page.split("```yaml\n# llama.yaml\n")[1].split("```")[0]
+    printed = page.split("--cluster h100 --top 3\n")[1].split("```")[0]
+    (tmp_path / "llama.yaml").write_text(config)
+    assert f"{tune_file(tmp_path / 'llama.yaml', 64, cluster='h100', max_results=3)}\n" == printed
+    file = page.split("```yaml\n# cluster.yaml\n")[1].split("```")[0]
+    assert read_cluster(yaml.safe_load(file)).devices_per_host == 4
+
+
+def test_slow_networks_change_the_choice() -> None:
+    link = {"seconds_per_message": 1e-5, "bytes_per_second": 1e9}
+    slow = {"seconds_per_message": 1e-1, "bytes_per_second": 1e6}
+    clusters = [{"like": "cpu", "devices_per_host": 2, "network_link": each} for each in (link, slow)]
+    fast_choice, slow_choice = (tune(cluster=cluster, fixed="accumulate=1").layouts[0] for cluster in clusters)
+    assert fast_choice.layout != slow_choice.layout
+
+
+def test_clusters_are_read(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("like: h100\ndevices_per_host: 4\nhalf_flops: 5.0e+14\noverlaps: false\n")
+    cluster = read_cluster("mine.yaml", tmp_path)
+    assert (cluster.devices_per_host, cluster.half_flops, cluster.overlaps) == (4, 5e14, False)
+    assert cluster.bytes_per_second == Cluster("h100").bytes_per_second
+    assert memory_limit_of(cluster, None) == 72 * 10**9
+    assert memory_limit_of(Cluster("cpu"), None) == Cluster("cpu").device_bytes
+    assert (read_bytes("75GiB"), read_bytes("1.5 MB"), read_bytes(7)) == (75 * 2**30, 1_500_000, 7)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        ("tpu", "got the cluster 'tpu'; use one of 'a100'"),
+        ("no.yaml", "there is no file 'no.yaml'"),
+        ({"half_flops": 1.0}, "give a mapping with 'like'"),
+        ({"like": "h100", "speed": 1}, "give a mapping with 'like'"),
+        ({"like": "h100", "half_flops": "fast"}, "half_flops = 'fast'; give a number from 0"),
+        ({"like": "h100", "half_flops": 0}, "half_flops = 0"),
+        ({"like": "h100", "overlaps": 1}, "overlaps = 1; give true or false"),
+        ({"like": "h100", "host_link": 1e9}, "host_link = 1000000000.0; give seconds_per_message and bytes_per_second"),
+    ],
+)
+def test_invalid_clusters_raise_errors(cluster: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_cluster(cluster)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_devices": 0}, "got num_devices = 0; give a number from 1"),
+        ({"memory": "80"}, None),
+        ({"memory": "80 apples"}, "got the memory '80 apples'; give a number of bytes"),
+        ({"fixed": "pp=2"}, "got the fixed size 'pp=2'; give rep, dp, tp, accumulate"),
+        ({"fixed": "tp=3"}, "no layout divides with the sizes that are fixed"),
+        ({"global_sequences": 3, "fixed": "tp=1"}, "got 4 devices and 3 sequences"),
+        ({"config": {**CONFIG, "optimizer_in_backward": "rows"}}, "got optimizer_in_backward: rows"),
+        ({"config": {**CONFIG, "model": {**LLAMA, "model_type": "gpt2"}}}, "predicted for llama, mistral, qwen2"),
+    ],
+)
+def test_invalid_searches_raise_errors(options: dict[str, Any], message: str | None) -> None:
+    if message is None:
+        assert not tune(**options).layouts
+        return
+    with pytest.raises(ValueError, match=message):
+        tune(**options)
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "Adagrad"}, {"precision": "16-mixed"}])
+def test_steps_stay_after_the_backward_where_needed(options: dict[str, Any]) -> None:
+    config = {**CONFIG, **options}
+    least = tune(config=config, memory=1).smallest
+    assert least is not None and not least.optimizer_in_backward
+    assert not any(each.optimizer_in_backward for each in tune(config=config, max_results=100).layouts)
+    text = str(tune(config=config))
+    trainer = yaml.safe_load(text[text.index("trainer:") :])["trainer"]
+    assert ("plugins" in trainer) == ("precision" not in trainer) == ("precision" in options)
+    if "optimizer" in options:
+        with pytest.raises(ValueError, match="Adagrad does not step inside the backward"):
+            tune(config={**config, "optimizer_in_backward": True})
+
+
+def test_fixed_sizes_are_read() -> None:
+    assert read_fixed("") == {}
+    assert read_fixed("rep=2,dp = 4, tp=1") == {"data_replicate": 2, "data_parallel": 4, "tensor_parallel": 1}
+
+
+def _command(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, **config: Any) -> int:
+    (folder / "training.yaml").write_text(yaml.safe_dump({**CONFIG, **config}))
+    path = str(folder / "training.yaml")
+    monkeypatch.setattr(sys, "argv", ["weft", "tune", "--config", path, "--cluster", "cpu", *arguments])
+    return weft_command.main()
+
+
+def test_command_prints_a_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _command(monkeypatch, tmp_path, "--devices", "8", "--top", "2", layout="dp2,tp2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("8 devices of cpu, 4 GB each; 16 sequences of 64 tokens a step; ")
+    assert lines[2].split()[:3] == ["layout", "batch", "accum."]
+    assert lines[5].startswith("Not possible: tp8 (model.layers.0.self_attn.k_proj: num_kv_heads = 4 heads")
+    assert lines[-1].endswith("in each batch of a data-parallel rank")
+
+
+def test_command_prints_json(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _command(monkeypatch, tmp_path, "--devices", "2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = tune_file(tmp_path / "training.yaml", 2, cluster="cpu")
+    assert found["layouts"][0]["step_seconds"] == expected.layouts[0].step_seconds
+    assert found["layouts"][0]["peak_bytes"] == expected.layouts[0].peak_bytes
+    assert len(found["layouts"]) == 5
+
+
+def test_command_has_a_status_for_each_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _command(monkeypatch, tmp_path, "--devices", "2", "--memory", "1MB") == 1
+    assert "No layout fits into 0.001 GB: the least is" in capsys.readouterr().out
+    assert _command(monkeypatch, tmp_path, "--devices", "2", "--fix", "tp") == 2
+    assert capsys.readouterr().err == (
+        "weft tune: got the fixed size 'tp'; give rep, dp, tp, accumulate with a number, as in tp=2.\n"
+    )

@@ -1,0 +1,416 @@
+"""`weft tune --module`: the search over dry runs, the times of a step, the rates of a host, and the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from strategy.dry_run_models import SEQUENCES
+from torch import Tensor, nn
+
+import weft_command
+from weft.strategy._plan import Cluster
+from weft.strategy.dry_run.batches import num_rows_of, with_rows
+from weft.strategy.dry_run.operator_seconds import MeasuredSeconds, RooflineSeconds
+from weft.strategy.dry_run.process import DryRunProcess
+from weft.strategy.dry_run.request import CHECKPOINTING, Request
+from weft.strategy.dry_run.step_clock import StepClock, StepTimes
+from weft.strategy.dry_run.training import Prediction
+from weft.strategy.tuning import read_cluster, tune_module
+from weft.strategy.tuning.profile import HostProfile, profile_host
+from weft.strategy.tuning.request import host_bytes, memory_limit_of
+
+RATES = {"like": "h100", "devices_per_host": 2}
+MB = 10**6
+
+
+class Block(nn.Sequential):
+    """An MLP that pretends to have four heads."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.n_heads = 4
+
+
+class Blocks(nn.Module):
+    """Two blocks whose MLPs are sharded by `PLAN`, so that dry runs are short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+PLAN = {"layers.*.1": "column", "layers.*.3": "row"}
+HEADS = {"layers.*.1": {"style": "column", "heads": "n_heads"}, "layers.*.3": "row"}
+
+
+def rows() -> Tensor:
+    return torch.zeros(2, 32, 64)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch)
+
+
+OPTIONS: dict[str, Any] = {"batch": rows, "plan": PLAN, "loss_fn": loss}
+
+
+# -- the search ----------------------------------------------------------------------------------------------
+
+
+def _variants(num_devices: int, global_rows: int) -> Iterator[tuple[str, int, int, str, bool]]:
+    """Yield (layout, number of data-parallel ranks, batches, checkpointing, steps in the backward) of all variants."""
+    for tensor in _divisors(num_devices):
+        for data in _divisors(num_devices // tensor):
+            sizes = {"rep": num_devices // tensor // data, "dp": data, "tp": tensor}
+            layout = ",".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "tp1"
+            num_data = num_devices // tensor
+            for batches in _divisors(global_rows // num_data) if global_rows % num_data == 0 else ():
+                for checkpointing, in_backward in itertools.product(CHECKPOINTING, (False, True)):
+                    yield layout, num_data, batches, checkpointing, in_backward
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _expected(trials: dict[str, list[tuple[float, int]]], limit: int) -> dict[str, float]:
+    """Return by layout the least seconds of the variants that fit."""
+    fitting = {layout: [seconds for seconds, peak in each if peak <= limit] for layout, each in trials.items()}
+    return {layout: min(each) for layout, each in fitting.items() if each}
+
+
+class PlayedProcess:
+    """Returns predictions that follow from the request as those of trainings do, without running any."""
+
+    weight_bytes, activation_bytes, impossible_rows = 0, 0, 0
+
+    def __enter__(self) -> PlayedProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def run(self, request: Request, cluster: Cluster | None = None) -> list[Prediction]:
+        replicas, data, tensor = tuple(request.sizes)[1:]
+        num_rows, batches = 4 if request.num_rows is None else request.num_rows, request.accumulate_grad_batches
+        if num_rows == self.impossible_rows:
+            raise RuntimeError("Expected more than 1 value per channel")
+        kind = CHECKPOINTING.index(request.activation_checkpointing)
+        shard = self.weight_bytes // data // tensor
+        sums = self.weight_bytes // tensor if batches > 1 else 0
+        gradient = shard // 8 if request.optimizer_in_backward and batches == 1 else shard
+        peak = 3 * shard + max(gradient, sums) + num_rows * self.activation_bytes // (1, 3, 6)[kind]
+        seconds = num_rows * batches * (1 + 0.3 * kind) * (1 + 0.05 * tensor) + batches * (2 + 0.1 * data) + replicas
+        times = StepTimes({"compute": seconds, "data_parallel": 0.0}, 1.0, 0.0, 1)
+        return [Prediction(1, 0, (), (), {"backward": {"scratch": peak}}, (), 4, times)]
+
+
+@pytest.mark.parametrize(
+    ("weight_bytes", "activation_bytes", "impossible_rows"),
+    [(80_000, 100, 0), (1_000, 5_000, 0), (20_000, 1_000, 0), (5_000, 3_000, 1)],
+    ids=["large weights", "large activations", "both", "one row is impossible"],
+)
+def test_search_finds_what_trying_all_variants_finds(
+    monkeypatch: pytest.MonkeyPatch, weight_bytes: int, activation_bytes: int, impossible_rows: int
+) -> None:
+    monkeypatch.setattr(PlayedProcess, "weight_bytes", weight_bytes)
+    monkeypatch.setattr(PlayedProcess, "activation_bytes", activation_bytes)
+    monkeypatch.setattr(PlayedProcess, "impossible_rows", impossible_rows)
+    monkeypatch.setattr("weft.strategy.tuning.modules.DryRunProcess", PlayedProcess)
+    trials: dict[str, list[tuple[float, int]]] = {}
+    for layout, num_data, batches, checkpointing, in_backward in _variants(4, 16):
+        num_rows = 16 // num_data // batches
+        if num_rows == impossible_rows:
+            continue
+        request = Request(
+            Blocks,
+            layout,
+            num_rows=num_rows,
+            accumulate_grad_batches=batches,
+            activation_checkpointing=checkpointing,
+            optimizer_in_backward=in_backward,
+        )
+        [prediction] = PlayedProcess().run(request)
+        assert prediction.times is not None
+        peak = prediction.phases["backward"]["scratch"]
+        trials.setdefault(layout, []).append((sum(prediction.times.seconds.values()), peak))
+    for limit in {peak + change for each in trials.values() for _, peak in each for change in (0, -1)}:
+        found = tune_module(Blocks, 4, cluster=RATES, memory=limit, max_results=100)
+        assert {each.layout: each.step_seconds for each in found.layouts} == _expected(trials, limit), limit
+        assert (found.smallest is None) == bool(found.layouts)
+        best = tune_module(Blocks, 4, cluster=RATES, memory=limit, max_results=2)
+        seconds = sorted(each.step_seconds for each in found.layouts)[:2]
+        assert [each.step_seconds for each in best.layouts] == seconds
+
+
+def test_dry_runs_decide() -> None:
+    """With real dry runs of two devices, and a limit that not all layouts reach without further options."""
+    cluster = read_cluster(RATES)
+    trials: dict[str, list[tuple[float, int]]] = {}
+    with DryRunProcess() as process:
+        for layout, num_data, batches, checkpointing, in_backward in _variants(2, 4):
+            request = Request(
+                Blocks,
+                layout,
+                num_rows=4 // num_data // batches,
+                accumulate_grad_batches=batches,
+                activation_checkpointing=checkpointing,
+                optimizer_in_backward=in_backward,
+                **OPTIONS,
+            )
+            prediction = process.run(request, cluster)[0]
+            assert prediction.times is not None
+            peak = max(sum(usage.values()) for usage in prediction.phases.values())
+            trials.setdefault(layout, []).append((sum(prediction.times.seconds.values()), peak))
+    peaks = sorted(peak for each in trials.values() for _, peak in each)
+    limit = peaks[len(peaks) // 4]
+    found = tune_module(Blocks, 2, cluster=RATES, memory=limit, **OPTIONS)
+    actual = {each.layout: each.step_seconds for each in found.layouts}
+    assert actual == pytest.approx(_expected(trials, limit), rel=1e-9), limit
+    assert list(actual.values()) == sorted(actual.values())
+    assert all(each.peak_bytes <= limit for each in found.layouts)
+
+
+def test_configuration_and_options_are_kept() -> None:
+    options = {**OPTIONS, "activation_checkpointing": "full", "optimizer_in_backward": True}
+    found = tune_module(Blocks, 4, cluster=RATES, fixed="accumulate=2, rep=1", global_rows=32, **options)
+    assert {each.layout for each in found.layouts} == {"dp4", "dp2,tp2", "tp4"}
+    for each in found.layouts:
+        assert (each.activation_checkpointing, each.optimizer_in_backward) == ("full", True)
+        num_data = {"dp4": 4, "dp2,tp2": 2, "tp4": 1}[each.layout]
+        assert each.sequences * each.accumulate_grad_batches * num_data == 32 and each.accumulate_grad_batches == 2
+    text = str(found)
+    assert text.startswith("4 devices of h100, 72 GB each; 32 rows a step; 3 layouts compared") and "rows/s" in text
+    trainer = yaml.safe_load(text[text.index("trainer:") :])["trainer"]
+    assert trainer["strategy"]["init_args"]["plan"] == PLAN
+
+
+def test_impossible_layouts_are_named() -> None:
+    found = tune_module(Blocks, 6, cluster=RATES, global_rows=12, fixed="rep=1", **{**OPTIONS, "plan": HEADS})
+    assert [each.layout for each in found.layouts] and {name for name, _ in found.rejections} == {"dp2,tp3", "tp6"}
+    assert all("4 heads" in reason for _, reason in found.rejections)
+    assert "Not possible: dp2,tp3, tp6 (" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_devices": 0}, "tune: got num_devices = 0; give a number from 1"),
+        ({"layout": "tp2"}, "tune: got the option layout, which the search chooses or does not have"),
+        ({"pipeline_cuts": "auto"}, "tune: got the option pipeline_cuts"),
+        ({"optimizer_in_backward": "rows"}, "tune: got optimizer_in_backward='rows', which excludes"),
+        ({"fixed": "tp=3"}, "tune: got 2 devices, which no layout divides with the sizes that are fixed"),
+        ({"global_rows": 3, "fixed": "tp=1"}, "tune: got 2 devices and 3 rows for a step, which no layout divides"),
+        ({"plan": {"layers.*.7": "column"}}, "tune: no layout of 2 devices is valid: .*layers"),
+        ({"module": lambda: nn.Linear(1, 1)}, "cannot be sent to a new process"),
+    ],
+)
+def test_invalid_searches_raise_errors(options: dict[str, Any], message: str) -> None:
+    arguments = {"module": Blocks, "num_devices": 2, "cluster": RATES, **OPTIONS, **options}
+    with pytest.raises(ValueError, match=message):
+        tune_module(**arguments)
+
+
+# -- batches -------------------------------------------------------------------------------------------------
+
+
+def test_batches_get_the_rows_of_a_layout() -> None:
+    batch = {"ids": torch.arange(6).view(3, 2), "scale": torch.tensor(2.0), "table": torch.zeros(5, 2)}
+    assert num_rows_of(batch) == 3 and num_rows_of(torch.tensor(1.0)) == 1
+    larger, smaller = with_rows(batch, 5), with_rows(batch, 2)
+    assert larger["ids"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
+    assert smaller["ids"].tolist() == [[0, 1], [2, 3]]
+    assert larger["scale"].item() == 2.0 and smaller["table"].shape == (5, 2)
+    assert with_rows(batch, 3) is batch
+
+
+# -- the clock -----------------------------------------------------------------------------------------------
+
+
+class Seconds:
+    """Each call takes as many seconds as its first argument says."""
+
+    def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+        return float(args[0])
+
+
+def _clock(overlaps: bool, num_ranks: int = 4, **rates: Any) -> StepClock:
+    """Return a clock with tensor-parallel groups of two, links of 1 byte per second, and no other costs."""
+    link = {"seconds_per_message": 0.0, "bytes_per_second": 1.0}
+    cluster = read_cluster({"like": "h100", "seconds_per_kernel": 0, "overlaps": overlaps, "host_link": link, **rates})
+    return StepClock(cluster, Seconds(), num_ranks, 2)
+
+
+def _compute(clock: StepClock, seconds: float, phase: str = "forward") -> None:
+    clock.operator(torch.ops.aten.relu.default, (seconds,), {}, None, phase)
+
+
+DATA, TENSOR = [0, 2], [2, 3]
+
+
+def test_clock_adds_up_calls() -> None:
+    clock = _clock(overlaps=False)
+    _compute(clock, 3)
+    clock.collective("allreduce_", 8, TENSOR)  # two ranks send half of the bytes twice
+    clock.collective("_allgather_base_", 8, DATA)
+    clock.collective("_reduce_scatter_base_", 6, DATA)
+    clock.collective("barrier", 0, DATA)
+    _compute(clock, 5, "step")
+    times = clock.end_step()
+    assert times.seconds == {"compute": 3, "tensor_parallel": 8, "data_parallel": 4 + 3, "optimizer": 5}
+    assert (times.sent_bytes, times.num_operators) == (8 + 4 + 3, 2)
+    clock.begin_step()
+    assert sum(clock.end_step().seconds.values()) == 0
+
+
+def test_clock_overlaps_gathers_and_reductions() -> None:
+    clock = _clock(overlaps=True)
+    clock.collective("_allgather_base_", 20, DATA)  # 10 s, before anything can compute
+    _compute(clock, 4)
+    clock.collective("_allgather_base_", 14, DATA)  # 7 s from the end of the first gather: 3 s longer than the compute
+    _compute(clock, 9, "backward")
+    clock.collective("_reduce_scatter_base_", 4, DATA)  # 2 s beside the next compute
+    _compute(clock, 5, "backward")
+    clock.collective("_reduce_scatter_base_", 12, DATA)  # 6 s, for which the optimizer waits
+    _compute(clock, 1, "step")
+    assert clock.end_step().seconds == {
+        "compute": 18,
+        "tensor_parallel": 0,
+        "data_parallel": 10 + 3 + 6,
+        "optimizer": 1,
+    }
+
+
+def test_clock_gathers_one_unit_ahead() -> None:
+    clock = _clock(overlaps=True)
+    clock.collective("_allgather_base_", 4, DATA)  # 2 s
+    _compute(clock, 10)
+    clock.collective("_allgather_base_", 2, DATA)  # 1 s beside the compute; its parameters are used from 12 s on
+    _compute(clock, 0.5)
+    clock.collective("_allgather_base_", 2, DATA)  # 1 s from then, so that the device waits for half of it
+    assert clock.end_step().seconds["data_parallel"] == 2 + 0.5
+
+
+def test_clock_repeats_batches() -> None:
+    clock = _clock(overlaps=True)
+    _compute(clock, 2)
+    clock.collective("_reduce_scatter_base_", 6, DATA)
+    clock.repeat(3)
+    _compute(clock, 1)
+    times = clock.end_step()
+    assert times.seconds["compute"] == 7 and times.seconds["data_parallel"] == 9
+    assert times.num_operators == 4 and times.sent_bytes == 9
+
+
+def test_ranks_share_cores() -> None:
+    clock = _clock(overlaps=False, cores_per_host=2)
+    _compute(clock, 3)
+    assert clock.end_step().seconds["compute"] == 6
+
+
+# -- operators -----------------------------------------------------------------------------------------------
+
+
+def test_roofline_takes_the_longer_time() -> None:
+    mm = torch.ops.aten.mm.default
+    a, b = torch.zeros(4, 8), torch.zeros(8, 2)
+    result = torch.zeros(4, 2)
+    cluster = Cluster("cpu")
+    for flops, bandwidth, expected in ((1.0, 1e9, 2 * 4 * 8 * 2), (1e9, 1.0, 4 * (32 + 16 + 8))):
+        cluster.float32_flops, cluster.bytes_per_second = flops, bandwidth
+        assert RooflineSeconds(cluster).of(mm, (a, b), {}, result) == pytest.approx(expected)
+    cluster.half_flops, cluster.bytes_per_second = 2.0, 1e9
+    halves = tuple(each.bfloat16() for each in (a, b))
+    assert RooflineSeconds(cluster).of(mm, halves, {}, result.bfloat16()) == pytest.approx(4 * 8 * 2)
+
+
+def test_distinct_calls_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = MeasuredSeconds(Cluster("cpu"))
+    calls: list[Any] = []
+    original = MeasuredSeconds._measured
+
+    def measured(self: MeasuredSeconds, func: Any, *rest: Any) -> float | None:
+        calls.append(func)
+        return original(self, func, *rest)
+
+    monkeypatch.setattr(MeasuredSeconds, "_measured", measured)
+    relu, index = torch.ops.aten.relu.default, torch.ops.aten.index_select.default
+    first = seconds.of(relu, (torch.ones(100),), {}, torch.ones(100))
+    assert first == seconds.of(relu, (torch.zeros(100),), {}, torch.zeros(100)) > 0
+    assert seconds.of(relu, (torch.ones(101),), {}, torch.ones(101)) > 0
+    assert len(calls) == 2
+    # An invalid call has the time of the roofline.
+    invalid = (torch.ones(4), 3, torch.zeros(2, dtype=torch.int64))
+    assert seconds.of(index, invalid, {}, torch.ones(2)) == RooflineSeconds(Cluster("cpu")).of(
+        index, invalid, {}, torch.ones(2)
+    )
+
+
+# -- the rates of a host -----------------------------------------------------------------------------------------
+
+
+def test_profile_is_a_cluster() -> None:
+    found = profile_host(2)
+    values = dataclasses.asdict(found)
+    assert all(values[name] > 0 for name in ("float32_flops", "half_flops", "bytes_per_second", "cores_per_host"))
+    assert memory_limit_of(read_cluster(found.to_dict()), None) == found.device_bytes == host_bytes() // 2
+    assert found.cores_per_host <= 2 and all(value > 0 for value in found.host_link)
+    cluster = read_cluster(found.to_dict())
+    assert cluster.name == "cpu" and cluster.float32_flops == pytest.approx(found.float32_flops, rel=1e-3)
+    with pytest.raises(ValueError, match="profile: got 0 ranks"):
+        profile_host(0)
+
+
+def test_profiles_are_yaml() -> None:
+    found = HostProfile(1e11, 2e11, 1e10, 4e-6, 1.5, 10**9, (1e-5, 3e9))
+    assert yaml.safe_load(str(found)) == found.to_dict()
+    assert "host_link" not in dataclasses.replace(found, host_link=(0.0, 0.0)).to_dict()
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+def _command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    module = ["--module", "strategy.dry_run_models:TextModel", "--batch", "strategy.dry_run_models:text_batch"]
+    monkeypatch.setattr(sys, "argv", ["weft", "tune", *module, "--devices", "1", *arguments])
+    return weft_command.main()
+
+
+def test_command_prints_layouts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _command(monkeypatch, "--cluster", "cpu", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    [layout] = found["layouts"]
+    assert (layout["layout"], layout["sequences"], found["tokens"]) == ("tp1", SEQUENCES, None)
+    assert layout["seconds"]["compute"] > 0
+    assert _command(monkeypatch, "--memory", "1MB") == 1
+    assert "No layout fits into 0.001 GB: the least is" in capsys.readouterr().out
+    assert _command(monkeypatch, "--plan", "nothing") == 2
+    assert capsys.readouterr().err.startswith("weft tune: ")
+
+
+def test_command_profiles_this_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, status in ((["--devices", "1"], 0), (["--devices", "0"], 2)):
+        monkeypatch.setattr(sys, "argv", ["weft", "profile", *arguments])
+        assert weft_command.main() == status
+    printed = capsys.readouterr()
+    assert read_cluster(yaml.safe_load(printed.out)).cores_per_host == 1.0
+    assert printed.err == "weft profile: got 0 ranks; give a number from 1.\n"
+
+
+def test_options_of_modules_need_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", "tune", "--config", "none.yaml", "--devices", "1", "--plan", "auto"])
+    assert weft_command.main() == 2
+    assert "--plan is for --module, and --config was given" in capsys.readouterr().err
