@@ -3,6 +3,7 @@
     python examples/12_pipeline_trainer.py --epochs 1 --save /tmp/half                          # two stages
     python examples/12_pipeline_trainer.py --epochs 2 --resume /tmp/half --layout pp4
     python examples/12_pipeline_trainer.py --epochs 2 --layout none                             # one device
+    python examples/12_pipeline_trainer.py --layout pp2,tp2 --report /tmp/run                   # an HTML page
 
 On CPU a device is a process with one thread. The losses are those of one device for every layout and schedule.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 from torchmetrics.classification import MulticlassAccuracy
 
-from weft.lightning import WeftModelParallelStrategy
+from weft.lightning import Report, WeftModelParallelStrategy
 from weft.strategy.pipeline import draw
 
 SEED, SEQ_LEN, BATCH_SIZE, STEPS, VALIDATION_BATCHES = 0, 64, 8, 6, 2
@@ -94,6 +95,7 @@ def train(args: argparse.Namespace) -> None:
         accelerator="cpu",
         devices=torch.tensor(sizes).prod().item(),
         strategy=strategy,
+        callbacks=[Report(args.report, every_n_steps=1)] if args.report is not None else [],
         max_epochs=args.epochs,
         gradient_clip_val=1.0,
         logger=False,
@@ -126,9 +128,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, help="write a checkpoint here at the end")
     parser.add_argument("--resume", type=Path, help="resume from this checkpoint, which may be of another layout")
     parser.add_argument("--picture", type=Path, help="draw the timeline of the last validation batch here")
+    parser.add_argument("--report", type=Path, help="write a report of the run to this directory")
     args = parser.parse_args()
     if not re.fullmatch(r"none|pp\d+(,tp\d+)?", args.layout):
         parser.error("--layout is 'none', or stages and tensor-parallel ranks as in 'pp2' and 'pp2,tp2'.")
+    if args.report is not None and args.layout == "none":
+        parser.error("--report is for stages, not for --layout none.")
     return args
 
 

@@ -174,7 +174,7 @@ def _gather(means: tuple[float, float, float], strategy: Any) -> list[StepTimes]
     step, loading, waiting = means
     mesh = strategy.device_mesh
     stage = mesh.get_local_rank(PIPELINE_AXIS) if PIPELINE_AXIS in (mesh.mesh_dim_names or ()) else 0
-    if not _measures_waiting(strategy.root_device):
+    if not measures_waiting(strategy.root_device):
         waiting = math.nan
     local = torch.tensor([stage, step, loading, waiting], dtype=torch.float64, device=strategy.root_device)
     gathered = [local]
@@ -185,5 +185,6 @@ def _gather(means: tuple[float, float, float], strategy: Any) -> list[StepTimes]
     return [StepTimes(rank, int(each[0]), *each[1:]) for rank, each in enumerate(rows)]
 
 
-def _measures_waiting(device: torch.device) -> bool:
+def measures_waiting(device: torch.device) -> bool:
+    """Return whether the time that ranks wait in communication is measured: on CPUs with the backend `weft`."""
     return device.type == "cpu" and "cpu:weft" in dist.get_backend_config().split(",")

@@ -19,6 +19,7 @@ class StartSummary:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._summarized: torch.nn.Module | None = None
+        self.lines: list[str] = []  # of the last summary, on all ranks
 
     def log(self, module: torch.nn.Module) -> None:
         """Log the summary, once for a module; collective."""
@@ -27,7 +28,8 @@ class StartSummary:
         self._summarized = module
         engine, mesh, plan = self._engine, self._engine.mesh, self._engine.plan
         if mesh.size() == 1:
-            engine.console.log("weft: nothing is sharded, as there is one device (on CPU, devices='auto' means 1).")
+            self.lines = ["nothing is sharded, as there is one device (on CPU, devices='auto' means 1)."]
+            engine.console.log(f"weft: {self.lines[0]}")
             return
         assert mesh.mesh_dim_names is not None and plan is not None
         sizes = ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
@@ -37,8 +39,8 @@ class StartSummary:
             f"layout: {sizes}{stage}; plan: {plan.preset or 'rules'}{unverified}.",
             *self._sharding_lines(module),
         ]
-        lines += self._memory_of_ranks(module)
-        engine.console.log("\n".join(f"weft: {line}" for line in lines))
+        self.lines = lines + self._memory_of_ranks(module)
+        engine.console.log("\n".join(f"weft: {line}" for line in self.lines))
         self._warn_on_replicated(module)
 
     def _sharding_lines(self, module: torch.nn.Module) -> list[str]:

@@ -61,7 +61,7 @@ class ThroughputMixin:
                 "positive flops per second of one device together with flops_per_sample."
             )
         check_at_least_one("ThroughputMonitor", "window_size", window_size)
-        self._batch_size_fn = batch_size_fn or _first_dim
+        self._batch_size_fn = batch_size_fn or first_dim
         self._length_fn = length_fn
         self._flops_per_sample = flops_per_sample
         self._peak_flops = peak_flops
@@ -115,7 +115,7 @@ class ThroughputMixin:
         deltas = [later - earlier for later, earlier in zip(last[1:], first[1:], strict=True)]
         if trainer.world_size > 1:
             deltas = _mean_over_world(deltas, trainer.strategy)
-        num_data_ranks = _num_data_ranks(trainer.strategy)
+        replicas = num_data_ranks(trainer.strategy)
         seconds, *counts = deltas
         wanted = {
             "samples": True,
@@ -125,14 +125,14 @@ class ThroughputMixin:
         rates: dict[str, float] = {}
         for (name, is_wanted), count in zip(wanted.items(), counts, strict=True):
             if is_wanted:
-                rates[f"throughput/{name}_per_second"] = rate = count * num_data_ranks / seconds
+                rates[f"throughput/{name}_per_second"] = rate = count * replicas / seconds
                 rates[f"throughput/device/{name}_per_second"] = rate / trainer.world_size
         if self._peak_flops is not None:
             rates["throughput/mfu"] = rates["throughput/device/flops_per_second"] / self._peak_flops
         return rates
 
 
-def _num_data_ranks(strategy: Any) -> int:
+def num_data_ranks(strategy: Any) -> int:
     """Return the number of data-parallel ranks, from the strategy's sampler arguments; 1 if it has none."""
     arguments: dict[str, int] = getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})
     return arguments["num_replicas"]
@@ -146,7 +146,8 @@ def _mean_over_world(values: list[float], strategy: Any) -> list[float]:
     return means
 
 
-def _first_dim(batch: Any) -> int:
+def first_dim(batch: Any) -> int:
+    """Return the size of the first dim of a batch's first tensor; raises ValueError without one."""
     for leaf in tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim():
             return leaf.shape[0]

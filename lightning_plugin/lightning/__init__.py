@@ -21,6 +21,7 @@ Preemption = factory.callback_class(_FLAVOUR, "Preemption")
 PretrainedCheckpoint = factory.callback_class(_FLAVOUR, "PretrainedCheckpoint")
 ReplicaCheck = factory.callback_class(_FLAVOUR, "ReplicaCheck")
 NonFiniteCheck = factory.callback_class(_FLAVOUR, "NonFiniteCheck")
+Report = factory.callback_class(_FLAVOUR, "Report")
 
 __all__ = [
     "HealthMonitor",
@@ -29,6 +30,7 @@ __all__ = [
     "Preemption",
     "PretrainedCheckpoint",
     "ReplicaCheck",
+    "Report",
     "ThroughputMonitor",
     "WeftModelParallelStrategy",
     "consolidate_checkpoint",

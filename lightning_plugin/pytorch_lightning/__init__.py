@@ -16,6 +16,7 @@ Preemption = factory.callback_class(factory.PYTORCH_LIGHTNING, "Preemption")
 PretrainedCheckpoint = factory.callback_class(factory.PYTORCH_LIGHTNING, "PretrainedCheckpoint")
 ReplicaCheck = factory.callback_class(factory.PYTORCH_LIGHTNING, "ReplicaCheck")
 NonFiniteCheck = factory.callback_class(factory.PYTORCH_LIGHTNING, "NonFiniteCheck")
+Report = factory.callback_class(factory.PYTORCH_LIGHTNING, "Report")
 
 __all__ = [
     "HealthMonitor",
@@ -24,6 +25,7 @@ __all__ = [
     "Preemption",
     "PretrainedCheckpoint",
     "ReplicaCheck",
+    "Report",
     "ThroughputMonitor",
     "WeftModelParallelStrategy",
     "consolidate_checkpoint",

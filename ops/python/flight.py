@@ -19,10 +19,15 @@ from typing import Any
 
 from weft import _collectives
 
-__all__ = ["failures", "read", "set_aside", "write"]
+__all__ = ["calls", "failures", "read", "set_aside", "write"]
 
 _PATTERN = "flight-rank-*.json"
 _KEYS = {"rank", "num_ranks", "host", "pid", "time", "error", "writer", "calls", "stacks"}
+
+
+def calls() -> list[dict[str, Any]]:
+    """Return this process's newest 512 calls to groups of the backend `weft`, the oldest first; see `read`."""
+    return _collectives.flight_log()
 
 
 def failures() -> list[str]:
@@ -57,7 +62,7 @@ def write(directory: str | os.PathLike[str], rank: int, num_ranks: int, error: B
         "time": time.time(),
         "error": text,
         "writer": threading.current_thread().name,
-        "calls": _collectives.flight_log(),
+        "calls": calls(),
         "stacks": _stacks(),
     }
     path = _record_path(folder, rank)

@@ -1,9 +1,11 @@
-"""The command `weft`: `weft estimate` predicts memory, `weft compare` compares sharded with unsharded training,
-`weft convert` writes the model of a checkpoint in the layout of Hugging Face, `weft verify` compares the checksums of a
-checkpoint, `weft inspect` prints its content, and `weft flight` compares the ranks' records of a failed run.
+"""The command `weft`: `weft estimate` predicts memory, `weft tune` finds layouts, `weft profile` measures the rates of
+this host for it, `weft doctor` examines this host, `weft compare` compares sharded with unsharded training, `weft
+convert` writes the model of a checkpoint in the layout of Hugging Face, `weft verify` compares the checksums of a
+checkpoint, `weft inspect` prints its content, `weft flight` compares the ranks' records of a failed run, and `weft
+report` writes the page of a run's report.
 
 The command is in a separate package because importing `weft` loads torch and the operators, unless `needs_operators`
-is False here. `weft estimate` sets it to False: models that the C++ memory model supports need neither.
+is False here. `weft estimate` and `weft tune` set it to False: models that the C++ memory model supports need neither.
 """
 
 from __future__ import annotations
@@ -23,18 +25,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="weft", description="Predict memory, compare training, convert checkpoints")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_estimate(commands)
+    _add_tune(commands)
+    _add_profile(commands)
+    _add_doctor(commands)
     _add_compare(commands)
     _add_convert(commands)
     _add_verify_and_inspect(commands)
     _add_flight(commands)
+    _add_report(commands)
     args = parser.parse_args()
     runs = {
         "estimate": _estimate,
+        "tune": _tune,
+        "profile": _profile,
+        "doctor": _doctor,
         "compare": _compare,
         "convert": _convert,
         "verify": _verify,
         "inspect": _inspect,
         "flight": _flight,
+        "report": _report,
     }
     run = runs[args.command]
     return run(args)
@@ -54,7 +64,19 @@ def _add_estimate(commands: Any) -> None:
     estimate.add_argument("--layout", metavar="SIZES", help=layout_help)
     estimate.add_argument("--json", action="store_true", help="print one JSON object, in bytes")
     dry_run = estimate.add_argument_group("with --module")
-    dry_run.add_argument("--batch", metavar=name, help="the batch of a data-parallel rank, or a function that makes it")
+    _add_dry_run(dry_run, "the batch of a data-parallel rank, or a function that makes it")
+    batches_help = "batches whose gradients a step accumulates (default 1)"
+    dry_run.add_argument("--accumulate-grad-batches", type=int, metavar="N", help=batches_help)
+    dry_run.add_argument("--pipeline-cuts", help="auto (default), or the first modules of all stages but the first")
+    dry_run.add_argument("--pipeline-schedule", help="1f1b (default), gpipe, interleaved, zero_bubble, ...")
+    dry_run.add_argument("--num-micro-batches", type=int, help="by default twice the number of pipeline ranks")
+    dry_run.add_argument("--pipeline-module", help="the submodule of a LightningModule to divide into stages")
+    dry_run.add_argument("--rank", type=int, help="the global rank (default 0; in a pipeline, one of each position)")
+
+
+def _add_dry_run(dry_run: Any, batch_help: str) -> None:
+    name = "PACKAGE.MODULE:NAME"
+    dry_run.add_argument("--batch", metavar=name, help=batch_help)
     dry_run.add_argument("--loss", dest="loss_fn", metavar=name, help="a function (module, batch) -> loss")
     dry_run.add_argument("--plan", help="auto (default), huggingface, a file, rules as YAML, or a function's name")
     dry_run.add_argument("--precision", help="32-true (default), bf16-mixed, bf16-true or 16-true")
@@ -65,11 +87,6 @@ def _add_estimate(commands: Any) -> None:
     dry_run.add_argument("--activation-checkpointing", help="none (default), selective or full")
     dry_run.add_argument("--sequence-parallel", action="store_true", default=None)
     dry_run.add_argument("--zero-stage", type=int, help="0 to 3 (default)")
-    dry_run.add_argument("--pipeline-cuts", help="auto (default), or the first modules of all stages but the first")
-    dry_run.add_argument("--pipeline-schedule", help="1f1b (default), gpipe, interleaved, zero_bubble, ...")
-    dry_run.add_argument("--num-micro-batches", type=int, help="by default twice the number of pipeline ranks")
-    dry_run.add_argument("--pipeline-module", help="the submodule of a LightningModule to divide into stages")
-    dry_run.add_argument("--rank", type=int, help="the global rank (default 0; in a pipeline, one of each position)")
 
 
 _OPTIONS_OF_DRY_RUN = (
@@ -84,6 +101,10 @@ _OPTIONS_OF_DRY_RUN = (
     "activation_checkpointing",
     "sequence_parallel",
     "zero_stage",
+)
+_OPTIONS_OF_ESTIMATE = (
+    *_OPTIONS_OF_DRY_RUN,
+    "accumulate_grad_batches",
     "pipeline_cuts",
     "pipeline_schedule",
     "num_micro_batches",
@@ -92,19 +113,26 @@ _OPTIONS_OF_DRY_RUN = (
 )
 
 
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _check_no_options_of_module(options: dict[str, Any]) -> None:
+    if options:
+        first = next(iter(options)).replace("_", "-").removesuffix("-fn")
+        raise ValueError(f"--{first} is for --module, and --config was given; write it into the file.")
+
+
 def _estimate(args: argparse.Namespace) -> int:
     global needs_operators  # noqa: PLW0603
-    options = {name: getattr(args, name) for name in _OPTIONS_OF_DRY_RUN}
-    options = {name: value for name, value in options.items() if value is not None}
+    options = _given(args, _OPTIONS_OF_ESTIMATE)
     try:
         if args.module is not None:
             _add_current_folder_to_path()
             dry_run = importlib.import_module("weft.strategy.dry_run")
             result = dry_run.estimate_module(args.module, args.layout or "tp1", **options)
-        elif options:
-            first = next(iter(options)).replace("_", "-").removesuffix("-fn")
-            raise ValueError(f"--{first} is for --module, and --config was given; write it into the file.")
         else:
+            _check_no_options_of_module(options)
             needs_operators = False
             result = importlib.import_module("weft.strategy.estimate").estimate_file(args.config, layout=args.layout)
     except (ValueError, RuntimeError) as error:
@@ -112,6 +140,88 @@ def _estimate(args: argparse.Namespace) -> int:
         return 2
     print(json.dumps(result.to_dict(), indent=2) if args.json else result)
     return 0
+
+
+def _add_tune(commands: Any) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="find the layouts with the shortest predicted steps that fit into the memory of a device",
+        description="docs/tune.md describes the search. Exit status: 0, 1 if no layout fits, or 2 for invalid input.",
+    )
+    config_help = "a YAML file that describes the training, as for weft estimate; a layout in it does not matter"
+    source = tune.add_mutually_exclusive_group(required=True)
+    source.add_argument("--config", metavar="FILE", help=config_help)
+    module_help = "a model, or a function that builds one: each layout is a dry run"
+    source.add_argument("--module", metavar="PACKAGE.MODULE:NAME", help=module_help)
+    tune.add_argument("--devices", type=int, required=True, help="the number of devices of all hosts")
+    cluster_help = "a100, h100 (default), h200, b200, cpu, or a YAML file with rates"
+    tune.add_argument("--cluster", default="h100", metavar="NAME", help=cluster_help)
+    tune.add_argument("--memory", help="the most bytes of a device, such as 72GB; by default 90 %% of a GPU's memory")
+    batch_help = "sequences (or rows) of a step over all ranks; by default those of the batch for each device"
+    tune.add_argument("--global-batch", type=int, metavar="SEQUENCES", help=batch_help)
+    tune.add_argument("--fix", default="", metavar="SIZES", help="sizes that are not chosen: rep, dp, tp, accumulate")
+    tune.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (default 5)")
+    tune.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
+    batch_help = "the batch of a rank if all ranks are data-parallel, or a function that makes it"
+    _add_dry_run(tune.add_argument_group("with --module"), batch_help)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    global needs_operators  # noqa: PLW0603
+    search = {"cluster": args.cluster, "memory": args.memory, "fixed": args.fix, "max_results": args.top}
+    options = _given(args, _OPTIONS_OF_DRY_RUN)
+    try:
+        if args.module is not None:
+            _add_current_folder_to_path()
+            tune = importlib.import_module("weft.strategy.tuning.modules").tune_module
+            result = tune(args.module, args.devices, global_rows=args.global_batch, **search, **options)
+        else:
+            _check_no_options_of_module(options)
+            needs_operators = False
+            tune = importlib.import_module("weft.strategy.tuning").tune_file
+            result = tune(args.config, args.devices, global_sequences=args.global_batch, **search)
+    except (ValueError, RuntimeError) as error:
+        text = str(error).removeprefix("tune: ").removeprefix("estimate: ")
+        print(f"weft tune: {text}", file=sys.stderr)
+        return 2
+    print(json.dumps(result.to_dict(), indent=2) if args.json else result)
+    return 0 if result.layouts else 1
+
+
+def _add_profile(commands: Any) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="measure the rates of CPU ranks of this host, as a cluster for weft tune",
+        description="Takes half a minute, in which the host should do nothing else. docs/tune.md describes the result.",
+    )
+    profile.add_argument("--devices", type=int, required=True, help="the number of ranks")
+    profile.add_argument("--json", action="store_true", help="print one JSON object, not YAML")
+
+
+def _profile(args: argparse.Namespace) -> int:
+    try:
+        found = importlib.import_module("weft.strategy.tuning.profile").profile_host(args.devices)
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        print(f"weft profile: {str(error).removeprefix('profile: ')}", file=sys.stderr)
+        return 2
+    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+    return 0
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="print versions, devices, limits and measured links of this host, and what to do about problems",
+        description="Exit status: 0, or 1 if there is a problem. Measuring takes half a minute.",
+    )
+    doctor.add_argument("--quick", action="store_true", help="measure nothing")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    found = importlib.import_module("weft.strategy.doctor").examine(measures=not args.quick)
+    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+    return 1 if found.problems else 0
 
 
 def _add_current_folder_to_path() -> None:
@@ -256,4 +366,27 @@ def _flight(args: argparse.Namespace) -> int:
         print(f"weft flight: {error}", file=sys.stderr)
         return 2
     print(f"drawn: {path}")
+    return 0
+
+
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="write the HTML page of a run from the data that the callback Report has written",
+        description="Exit status: 0, or 2 if the directory has no report or it cannot be read.",
+    )
+    report.add_argument("directory", metavar="RUN_DIR", help="the dirpath of Report")
+    report.add_argument("--output", metavar="FILE", help="the page (default RUN_DIR/weft_report.html)")
+
+
+def _report(args: argparse.Namespace) -> int:
+    run_data = importlib.import_module("weft.strategy.reports.run_data")
+    directory = Path(args.directory)
+    output = None if args.output is None else Path(args.output)
+    try:
+        path = run_data.write_page(directory, run_data.read(directory), output)
+    except (OSError, ValueError) as error:
+        print(f"weft report: {error}", file=sys.stderr)
+        return 2
+    print(f"written: {path}")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -103,12 +104,26 @@ def test_resumed_trainer_in_stages_matches_one_device(tmp_path: Path) -> None:
         return {epoch: [float(figure) for figure in figures] for epoch, *figures in rows}
 
     expected = epochs(1, "--layout", "none")
-    first = epochs(0, "--epochs", "1", "--schedule", "zero_bubble", "--save", "half", "--picture", "timeline.svg")
+    first = epochs(
+        0,
+        "--epochs",
+        "1",
+        "--schedule",
+        "zero_bubble",
+        "--save",
+        "half",
+        "--picture",
+        "timeline.svg",
+        "--report",
+        "run",
+    )
     rest = epochs(1, "--layout", "pp1", "--resume", "half")
     assert (list(expected), list(first), list(rest)) == (["0", "1"], ["0"], ["1"])
     for epoch, figures in {**first, **rest}.items():
         assert figures == pytest.approx(expected[epoch], rel=1e-3), epoch
     assert "measured" in (tmp_path / "timeline.svg").read_text()
+    report = json.loads((tmp_path / "run" / "weft_report.json").read_text())
+    assert report["points"][-1]["values"]["val_loss"] == pytest.approx(first["0"][1], rel=1e-3)
 
 
 def test_network_on_three_devices_trains(tmp_path: Path) -> None:

@@ -187,10 +187,10 @@ def test_batch_size_is_found_in_nested_batches(rank: int, tmp_path: Path) -> Non
     data = torch.utils.data.DataLoader(batches, batch_size=None)
     logger = _fit(rank, 1, tmp_path, ThroughputMonitor(), "weft", data=data)
     assert logger.rows_of("throughput/")[0][1]["throughput/samples_per_second"] == BATCH / STEP_SECONDS
-    from weft._plugin.throughput_monitor import _first_dim
+    from weft._plugin.throughput_monitor import first_dim
 
     with pytest.raises(ValueError, match=r"a batch of type dict without a tensor .*; pass batch_size_fn"):
-        _first_dim({"scale": torch.tensor(2.0)})
+        first_dim({"scale": torch.tensor(2.0)})
 
 
 class Wide(lightning.pytorch.LightningModule):
