@@ -283,15 +283,32 @@ def main() -> int:
     parser.add_argument("--network", default="", help="a slow network between hosts, as in the example above")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
-    parser.add_argument("--markdown", metavar="FILE", help="measure nothing, print the table of a file of --json")
-    parser.add_argument("--draw", metavar=("FILE", "SVG"), nargs=2, help="measure nothing, draw a file of --json")
+    parser.add_argument("--read", metavar="FILE", nargs="+", help="measure nothing, take the cases of files of --json")
+    parser.add_argument("--markdown", action="store_true", help="print a table of the cases in Markdown")
+    parser.add_argument("--draw", metavar="SVG", help="draw the cases")
     args = parser.parse_args()
-    if args.markdown:
-        print(markdown(json.loads(Path(args.markdown).read_text())))
+    report = read(args.read) if args.read else measure(args)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    elif args.markdown:
+        print(markdown(report))
+    else:
+        print_table(report)
     if args.draw:
-        draw(json.loads(Path(args.draw[0]).read_text()), Path(args.draw[1]))
-    if args.markdown or args.draw:
-        return 0
+        draw(report, Path(args.draw))
+    found = failures(report["cases"])
+    for sentence in found if args.check else []:
+        print(sentence, file=sys.stderr)
+    return 1 if args.check and found else 0
+
+
+def read(paths: list[str]) -> dict[str, Any]:
+    """Return the report of several runs on one machine."""
+    reports = [json.loads(Path(path).read_text()) for path in paths]
+    return {**reports[0], "cases": [case for report in reports for case in report["cases"]]}
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     cases = []
     for num_ranks in args.ranks:
         os.environ["WEFT_SLOW_NETWORK"] = ""  # the profile is that of shared memory
@@ -305,15 +322,7 @@ def main() -> int:
                 f"slowest {case['slowest']:.2f}, rank correlation {case['rank_correlation']:.2f}",
                 file=sys.stderr,
             )
-    report = {"machine": machine_facts(), "network": args.network, "cases": cases}
-    if args.json:
-        print(json.dumps(report, indent=2))
-    else:
-        print_table(report)
-    found = failures(cases)
-    for sentence in found if args.check else []:
-        print(sentence, file=sys.stderr)
-    return 1 if args.check and found else 0
+    return {"machine": machine_facts(), "network": args.network, "cases": cases}
 
 
 if __name__ == "__main__":

@@ -30,13 +30,16 @@ def check_options(owner: str, options: Options) -> None:
         return
     if options.plan is None:
         raise ValueError(f"{owner} got layout='auto' without a plan, which it needs; pass plan='auto'.")
+    from weft.strategy.modules.activation_checkpointing import split_count
+
     unsupported = {
         "offload": options.offload is not None,
         "pipeline_cuts": options.has_stages,
         "optimizer_in_backward='rows'": options.optimizer_in_backward == "rows",
         "join_gate_up": options.join_gate_up,
         "activation_offload": options.activation_offload,
-        "activation_checkpointing by patterns": options.activation_checkpointing not in ("none", "selective", "full"),
+        "activation_checkpointing by patterns": split_count(options.activation_checkpointing)[0]
+        not in ("none", "selective", "full"),
     }
     for name, is_given in unsupported.items():
         if is_given:

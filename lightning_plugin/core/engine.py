@@ -26,6 +26,7 @@ import torch.distributed as dist
 from weft._plugin.batch_check import BatchCheck
 from weft._plugin.console import Console
 from weft._plugin.data_axes import DataAxes
+from weft._plugin.end_summary import EndSummary
 from weft._plugin.first_gradients import FirstGradients
 from weft._plugin.in_backward_steps import InBackwardSteps
 from weft._plugin.memory_watch import MemoryWatch
@@ -98,6 +99,7 @@ class Engine:
         self.random_states = RandomStates(self)
         self.replacements = ParameterReplacements()
         self.start_summary = StartSummary(self)
+        self.end_summary = EndSummary(self)
         self._data_axes: DataAxes | None = None
         self.chosen_sizes: MeshSizes | None = None
         self.predicted_bytes: int | None = None  # of a rank, by the search that chose the sizes

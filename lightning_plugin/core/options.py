@@ -108,8 +108,8 @@ class Options:
             parallelism or pipelines.
         activation_checkpointing: "none"; "full": each repeated block saves only its inputs for the backward, which
             recomputes the forward; "selective": each block also saves the results of matrix products, attention and
-            communication; or a pattern of module names, a list of them, or a dict from pattern to "full" or
-            "selective".
+            communication; "full:8" or "selective:8": so do the first eight blocks, in a pipeline of each rank; or a
+            pattern of module names, a list of them, or a dict from pattern to "full" or "selective".
         activation_offload: keep the inputs of checkpointed modules in CPU memory until the backward; only on CUDA
             devices.
         data_replicate_size: the number of replicas of the model, each sharded over the other axes; "auto": the ranks

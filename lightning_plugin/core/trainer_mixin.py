@@ -239,14 +239,16 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         """Synchronize random states again: hooks since setup may have drawn numbers on some ranks only."""
         super().on_train_start()
         self._engine.broadcast_random_state()
+        self._engine.end_summary.begin()
         self._saves_in_background = self._engine.options.async_save
         let_checkpoints_see_saves(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
-        """Wait for a checkpoint that is written in the background; raise its error on all ranks."""
+        """Wait for a checkpoint that is written in the background; raise its error on all ranks. Log a summary."""
         super().on_train_end()
         self._saves_in_background = False
         background.wait()
+        self._engine.end_summary.log()
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Like the stock method, but if a checkpoint is being written, after it is complete."""
@@ -292,6 +294,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             progress.increment_ready()
             progress.increment_started()
         self._engine.random_states.begin_step(batch_idx)
+        self._engine.end_summary.batch_begins(batch)
 
     # ---- steps ---------------------------------------------------------------------------------------------
 

@@ -6,11 +6,14 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -91,19 +94,32 @@ TrainingSpec make_spec(const ModelSpec& model,
                        bool empty_init,
                        const std::string& activation_checkpointing,
                        int64_t accumulate_grad_batches,
-                       const std::string& device) {
+                       const std::string& device,
+                       int64_t zero_stage,
+                       std::optional<std::vector<int64_t>> first_blocks,
+                       const std::string& pipeline_schedule,
+                       int64_t num_micro_batches) {
   const auto steps = backward_steps(optimizer_in_backward);
   const auto weights = value_of("master_weights", master_weights, kWeights);
   auto states = value_of("optimizer_state", optimizer_state, kStates);
   if (states == StateFormat::kLikeParameters && weights != WeightFormat::kLikePrecision) {
     states = StateFormat::kFloat32;  // weft's optimizers, not torch's
   }
+  std::optional<PipelineSpec> pipeline;
+  if (first_blocks) {
+    pipeline = PipelineSpec{.first_blocks = std::move(*first_blocks),
+                            .schedule = parse_schedule_kind(pipeline_schedule),
+                            .micro_batches = num_micro_batches};
+  }
+  const auto [checkpointing, checkpointed_blocks] = checkpointing_of(activation_checkpointing);
   return {.model = model,
           .mesh = std::move(mesh),
           .plan = std::move(plan),
           .sequences = sequences,
           .tokens = tokens,
           .micro_batches = accumulate_grad_batches,
+          .zero_stage = zero_stage,
+          .pipeline = std::move(pipeline),
           .precision = value_of("precision", precision, kPrecisions),
           .optimizer = value_of("optimizer", optimizer, kOptimizers),
           .states = states,
@@ -112,8 +128,8 @@ TrainingSpec make_spec(const ModelSpec& model,
           .steps_in_backward = steps.any,
           .steps_by_rows = steps.by_rows,
           .has_deferred_init = empty_init,
-          .checkpointing =
-              value_of("activation_checkpointing", activation_checkpointing, kCheckpointing),
+          .checkpointing = checkpointing,
+          .checkpointed_blocks = checkpointed_blocks,
           .device = value_of("device", device, kDevices)};
 }
 
@@ -128,17 +144,25 @@ py::dict usage_to_dict(const MemoryUsage& usage) {
   return result;
 }
 
-std::string checkpointing_name(Checkpointing checkpointing) {
+std::string checkpointing_name(const TrainingSpec& spec) {
   for (const auto& [name, value] : kCheckpointing) {
-    if (value == checkpointing) {
-      return std::string(name);
+    if (value == spec.checkpointing) {
+      return std::string(name) +
+             (spec.checkpointed_blocks ? ":" + std::to_string(*spec.checkpointed_blocks) : "");
     }
   }
   return "";
 }
 
-Checkpointing checkpointing_of(const std::string& name) {
-  return value_of("activation_checkpointing", name, kCheckpointing);
+std::pair<Checkpointing, std::optional<int64_t>> checkpointing_of(const std::string& text) {
+  const std::size_t colon = text.find(':');
+  const std::string number = colon == std::string::npos ? "" : text.substr(colon + 1);
+  const bool is_number =
+      !number.empty() && number.size() < 10 &&
+      std::all_of(number.begin(), number.end(), [](char c) { return c >= '0' && c <= '9'; });
+  const std::string kind = is_number ? text.substr(0, colon) : text;
+  return {value_of("activation_checkpointing", kind, kCheckpointing),
+          is_number ? std::optional<int64_t>(std::stoll(number)) : std::nullopt};
 }
 
 void bind_memory_model(py::module_& module) {
@@ -213,7 +237,11 @@ void bind_memory_model(py::module_& module) {
            py::arg("empty_init") = true,
            py::arg("activation_checkpointing") = "none",
            py::arg("accumulate_grad_batches") = 1,
-           py::arg("device") = "cpu")
+           py::arg("device") = "cpu",
+           py::arg("zero_stage") = 3,
+           py::arg("first_blocks") = py::none(),
+           py::arg("pipeline_schedule") = "1f1b",
+           py::arg("num_micro_batches") = 1)
       .def("module_names", [](const TrainingSpec& spec) { return module_names(spec.model); })
       .def(
           "predict",

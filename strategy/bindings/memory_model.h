@@ -4,16 +4,20 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstdint>
+#include <optional>
 #include <string>
+#include <utility>
 
 namespace weft::strategy {
 
 // {category: bytes}.
 pybind11::dict usage_to_dict(const MemoryUsage& usage);
 
-// "none", "selective" or "full". checkpointing_of throws std::invalid_argument for another name.
-std::string checkpointing_name(Checkpointing checkpointing);
-Checkpointing checkpointing_of(const std::string& name);
+// Return and read "none", "selective", "full", or "full:3" for checkpoints of the first three
+// blocks. checkpointing_of throws std::invalid_argument for another text.
+std::string checkpointing_name(const TrainingSpec& spec);
+std::pair<Checkpointing, std::optional<int64_t>> checkpointing_of(const std::string& text);
 
 // Adds the memory model to the module weft.strategy._plan. Mesh and Plan must be bound already.
 void bind_memory_model(pybind11::module_& module);

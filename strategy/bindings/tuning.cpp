@@ -26,6 +26,7 @@ py::dict to_dict(const StepTime& time) {
   result["tensor_parallel"] = time.tensor_parallel;
   result["data_parallel"] = time.data_parallel;
   result["optimizer"] = time.optimizer;
+  result["pipeline"] = time.pipeline;
   return result;
 }
 
@@ -35,8 +36,14 @@ py::dict to_dict(const FoundLayout& layout) {
   result["mesh"] = training.mesh;
   result["sequences"] = training.sequences;
   result["accumulate_grad_batches"] = training.micro_batches;
-  result["activation_checkpointing"] = checkpointing_name(training.checkpointing);
+  result["activation_checkpointing"] = checkpointing_name(training);
   result["optimizer_in_backward"] = training.steps_in_backward;
+  result["zero_stage"] = training.zero_stage;
+  result["first_blocks"] =
+      training.pipeline ? training.pipeline->first_blocks : std::vector<int64_t>();
+  result["pipeline_schedule"] =
+      training.pipeline ? std::string(to_string(training.pipeline->schedule)) : std::string();
+  result["num_micro_batches"] = training.pipeline ? training.pipeline->micro_batches : 1;
   result["seconds"] = to_dict(layout.time);
   result["model_flops"] = layout.time.model_flops;
   result["sent_bytes"] = layout.time.sent_bytes;
@@ -93,27 +100,34 @@ py::dict search(const TrainingSpec& training,
                 int64_t num_devices,
                 int64_t global_sequences,
                 int64_t memory_limit,
+                std::optional<int64_t> pipeline_parallel,
                 std::optional<int64_t> data_replicate,
                 std::optional<int64_t> data_parallel,
                 std::optional<int64_t> tensor_parallel,
                 std::optional<int64_t> accumulate_grad_batches,
+                const std::vector<int64_t>& zero_stages,
                 const std::vector<std::string>& activation_checkpointing,
                 const std::vector<bool>& optimizer_in_backward,
-                int64_t max_results) {
+                int64_t max_results,
+                bool finds_front) {
   LayoutSearch search = {.training = training,
                          .cluster = cluster,
                          .num_devices = num_devices,
                          .global_sequences = global_sequences,
                          .memory_limit = memory_limit,
+                         .pipeline = pipeline_parallel,
                          .replicas = data_replicate,
                          .data = data_parallel,
                          .tensor = tensor_parallel,
                          .micro_batches = accumulate_grad_batches,
+                         .zero_stages = zero_stages,
                          .checkpointing = {},
                          .steps_in_backward = optimizer_in_backward,
                          .max_results = max_results};
   for (const std::string& name : activation_checkpointing) {
-    search.checkpointing.push_back(checkpointing_of(name));
+    const auto [kind, blocks] = checkpointing_of(name);
+    search.checkpointing.push_back(kind);
+    search.training.checkpointed_blocks = blocks;
   }
   const LayoutSearchResult found = search_layouts(search);
   py::list layouts;
@@ -130,6 +144,13 @@ py::dict search(const TrainingSpec& training,
     rejections.append(py::make_tuple(each.tensor, each.reason));
   }
   result["rejections"] = rejections;
+  py::list front;
+  if (finds_front) {
+    for (const FoundLayout& layout : search_front(search)) {
+      front.append(to_dict(layout));
+    }
+  }
+  result["front"] = front;
   return result;
 }
 
@@ -204,13 +225,16 @@ void bind_tuning(py::module_& module) {
       py::arg("num_devices"),
       py::arg("global_sequences"),
       py::arg("memory_limit"),
+      py::arg("pipeline_parallel") = py::none(),
       py::arg("data_replicate") = py::none(),
       py::arg("data_parallel") = py::none(),
       py::arg("tensor_parallel") = py::none(),
       py::arg("accumulate_grad_batches") = py::none(),
+      py::arg("zero_stages") = std::vector<int64_t>{3, 2, 1},
       py::arg("activation_checkpointing") = std::vector<std::string>{"none", "selective", "full"},
       py::arg("optimizer_in_backward") = std::vector<bool>{false, true},
-      py::arg("max_results") = 5);
+      py::arg("max_results") = 5,
+      py::arg("finds_front") = false);
 }
 
 }  // namespace weft::strategy

@@ -14,14 +14,18 @@ import argparse
 import importlib
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
+
+from weft_command.examples import EXAMPLES
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 needs_operators = True  # whether importing `weft` loads torch and the operators
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
     parser = argparse.ArgumentParser(prog="weft", description="Predict memory, compare training, convert checkpoints")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_estimate(commands)
@@ -33,7 +37,15 @@ def main() -> int:
     _add_verify_and_inspect(commands)
     _add_flight(commands)
     _add_report(commands)
-    args = parser.parse_args()
+    for name, command in commands.choices.items():
+        command.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of the examples
+        command.description = textwrap.fill(command.description or "", 100)
+        command.epilog = "\n".join(["examples:", *(f"  {example}" for example in EXAMPLES[name])])
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
     runs = {
         "estimate": _estimate,
         "tune": _tune,
@@ -159,8 +171,10 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument("--memory", help="the most bytes of a device, such as 72GB; by default 90 %% of a GPU's memory")
     batch_help = "sequences (or rows) of a step over all ranks; by default those of the batch for each device"
     tune.add_argument("--global-batch", type=int, metavar="SEQUENCES", help=batch_help)
-    tune.add_argument("--fix", default="", metavar="SIZES", help="sizes that are not chosen: rep, dp, tp, accumulate")
+    tune.add_argument("--fix", default="", metavar="SIZES", help="sizes that are not chosen: pp, rep, dp, tp, ...")
     tune.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (default 5)")
+    draw_help = "with --config: draw the fastest layout for each limit of memory; needs matplotlib"
+    tune.add_argument("--draw", metavar="SVG", help=draw_help)
     tune.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
     batch_help = "the batch of a rank if all ranks are data-parallel, or a function that makes it"
     _add_dry_run(tune.add_argument_group("with --module"), batch_help)
@@ -172,6 +186,8 @@ def _tune(args: argparse.Namespace) -> int:
     options = _given(args, _OPTIONS_OF_DRY_RUN)
     try:
         if args.module is not None:
+            if args.draw is not None:
+                raise ValueError("--draw is for --config, and --module was given; leave one of the two out.")
             _add_current_folder_to_path()
             tune = importlib.import_module("weft.strategy.tuning.modules").tune_module
             result = tune(args.module, args.devices, global_rows=args.global_batch, **search, **options)
@@ -179,8 +195,11 @@ def _tune(args: argparse.Namespace) -> int:
             _check_no_options_of_module(options)
             needs_operators = False
             tune = importlib.import_module("weft.strategy.tuning").tune_file
-            result = tune(args.config, args.devices, global_sequences=args.global_batch, **search)
-    except (ValueError, RuntimeError) as error:
+            search |= {"global_sequences": args.global_batch, "finds_front": args.draw is not None}
+            result = tune(args.config, args.devices, **search)
+            if args.draw is not None:
+                importlib.import_module("weft.strategy.tuning").draw_front(result, args.draw)
+    except (ValueError, RuntimeError, ModuleNotFoundError, OSError) as error:
         text = str(error).removeprefix("tune: ").removeprefix("estimate: ")
         print(f"weft tune: {text}", file=sys.stderr)
         return 2

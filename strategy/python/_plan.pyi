@@ -155,8 +155,9 @@ class TrainingSpec:
     `plan`: None for "auto". Each batch of a data-parallel rank has `sequences` sequences of `tokens` tokens.
     `precision`: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed". `optimizer`: "SGD", "SGD with momentum",
     "Adam", "AdamW" or "Adagrad". `activation_checkpointing`: "none", "selective" or "full". `device`: "cpu" or "cuda".
-    The other options are those of the Lightning strategies. ValueError: an unknown precision, optimizer, kind of
-    checkpointing or device.
+    `first_blocks`: of a pipeline, the first block of each stage but the first; `num_micro_batches` into which it splits
+    a batch. The other options are those of the Lightning strategies. ValueError: an unknown precision, optimizer, kind
+    of checkpointing, schedule or device.
     """
 
     def __init__(
@@ -177,6 +178,10 @@ class TrainingSpec:
         activation_checkpointing: str = "none",
         accumulate_grad_batches: int = 1,
         device: str = "cpu",
+        zero_stage: int = 3,
+        first_blocks: Sequence[int] | None = None,
+        pipeline_schedule: str = "1f1b",
+        num_micro_batches: int = 1,
     ) -> None: ...
     def module_names(self) -> list[str]:
         """The names of the model's modules, parents first, which the plan's patterns match."""
@@ -246,24 +251,30 @@ def search_layouts(
     num_devices: int,
     global_sequences: int,
     memory_limit: int,
+    pipeline_parallel: int | None = None,
     data_replicate: int | None = None,
     data_parallel: int | None = None,
     tensor_parallel: int | None = None,
     accumulate_grad_batches: int | None = None,
+    zero_stages: Sequence[int] = (3, 2, 1),
     activation_checkpointing: Sequence[str] = ("none", "selective", "full"),
     optimizer_in_backward: Sequence[bool] = (False, True),
     max_results: int = 5,
+    finds_front: bool = False,
 ) -> dict[str, Any]:
     """The layouts with the shortest predicted steps that fit into `memory_limit` bytes of each device.
 
-    `training`: its mesh, sequences and accumulate_grad_batches do not matter. `global_sequences`: of a step, over all
-    ranks. A size of an axis that is not None is fixed. The lists are the values to try.
+    `training`: its mesh, pipeline, sequences, zero_stage and accumulate_grad_batches do not matter. `global_sequences`:
+    of a step, over all ranks. A size of an axis that is not None is fixed. The lists are the values to try.
 
     Returns {"layouts": the fastest first, "num_candidates", "num_above_limit": of those tried, "smallest": the layout
     with the least bytes if none fits, else None, "rejections": [(tensor-parallel size, why the model cannot be sharded
-    over it)]}. A layout is {"mesh", "sequences", "accumulate_grad_batches", "activation_checkpointing",
-    "optimizer_in_backward", "seconds": {"compute", "recomputation", "tensor_parallel", "data_parallel", "optimizer"},
-    "model_flops" and "sent_bytes" of a rank, "bytes": {category: bytes} at the peak of the rank with the most}.
+    over it)], "front": with `finds_front`, the layouts that no other beats in both time and memory, whether they fit or
+    not, the fastest first; else []}. A layout is {"mesh", "sequences", "accumulate_grad_batches",
+    "activation_checkpointing", "optimizer_in_backward", "zero_stage", "first_blocks" ([] without a pipeline),
+    "pipeline_schedule", "num_micro_batches", "seconds": {"compute", "recomputation", "tensor_parallel",
+    "data_parallel", "optimizer", "pipeline"}, "model_flops" and "sent_bytes" of a rank, "bytes": {category: bytes} at
+    the peak of the rank with the most}.
 
     ValueError: a number below 1, or no layout is valid.
     """

@@ -23,7 +23,7 @@ from weft.strategy import StepInBackward, checkpoint_activations
 from weft.strategy.modules.activation_checkpointing import CheckpointedModule
 
 TOKENS = token_batches(4, 37)
-POLICIES = ["full", "selective", {"layers.0": "full", "layers.*.attention": "selective"}]
+POLICIES = ["full", "full:1", "selective", {"layers.0": "full", "layers.*.attention": "selective"}]
 
 
 def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -31,7 +31,7 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("policy", POLICIES, ids=["full", "selective", "patterns"])
+@pytest.mark.parametrize("policy", POLICIES, ids=["full", "first", "selective", "patterns"])
 def test_checkpointed_training_matches_unsharded(world_size: int, policy: object) -> None:
     torch.manual_seed(0)
     mesh = tensor_parallel(world_size)
@@ -252,6 +252,17 @@ def test_nested_blocks_are_found_after_pattern() -> None:
     model = nn.ModuleList([nn.ModuleList([copy.deepcopy(block), block])])
     checkpoint_activations(model, "0.0")
     assert checkpoint_activations(model, "full") == ["0.0", "0.1"]
+
+
+def test_first_blocks_are_checkpointed() -> None:
+    model = Llama(LlamaArgs())
+    assert checkpoint_activations(model, "selective:1") == ["layers.0"]
+    assert model.layers[0].checkpoint_mode[0] == "selective"  # type: ignore[union-attr]
+    model = Llama(LlamaArgs())
+    assert checkpoint_activations(model, "full:9") == [f"layers.{i}" for i in range(len(model.layers))]
+    for policy in ("full:0", "full:", "selective:-1", "full:x"):
+        with pytest.raises(ValueError, match="give the number of blocks that are checkpointed, from 1"):
+            checkpoint_activations(model, policy)
 
 
 @pytest.mark.parametrize("policy", [None, [], {}, [1], 3])

@@ -217,11 +217,12 @@ def test_pipeline_ranks_follow_mesh(tmp_path: Path) -> None:
 def test_chosen_cuts_equal_named_ones(tmp_path: Path) -> None:
     model = {**TINY_GPT2, "n_layer": 4}
     chosen = estimate_file(_write(tmp_path, model=model, layout="pp2", pipeline_cuts="auto"))
-    assert chosen.note.endswith("chosen by their parameters, begin at the first layer and at 'transformer.h.2'")
+    assert chosen.cuts == ("transformer.h.2",) and "later stages begin at transformer.h.2" in str(chosen).splitlines()
     named = estimate_file(_write(tmp_path, model=model, layout="pp2", pipeline_cuts=["transformer.h.2"]))
     assert named.ranks == chosen.ranks
     interleaved = {"layout": "pp2", "pipeline_cuts": "auto", "pipeline_schedule": "interleaved"}
-    assert "'transformer.h.1', 'transformer.h.2'" in estimate_file(_write(tmp_path, model=model, **interleaved)).note
+    cuts = estimate_file(_write(tmp_path, model=model, **interleaved)).cuts
+    assert cuts[:2] == ("transformer.h.1", "transformer.h.2")
 
 
 def test_json_numbers_without_dot_are_read(tmp_path: Path) -> None:
@@ -248,21 +249,20 @@ def test_note_lists_missing_predictions(tmp_path: Path) -> None:
         ({"model": TINY_GPT2, "layout": "tp2"}, "not predicted for model_type 'gpt2': the figures are"),
         ({"model": {**llama, "mlp_bias": True}, "mesh": {}}, "for model_type 'llama' with mlp_bias or attention_bias:"),
         ({"model": llama, "layout": "tp2", "plan": "huggingface"}, "not predicted for the plan 'huggingface':"),
-        (
-            {"model": llama, **pipeline, "plan": {"lm_head": "replicate"}},
-            "for pipelines with a plan other than 'auto':",
-        ),
+        ({"model": llama, **pipeline, "pipeline_schedule": "zero_bubble"}, "for the schedule 'zero_bubble':"),
         (
             {"model": llama, **pipeline, "pipeline_cuts": ["model.norm"]},
             "begins at 'model.norm', which is not a block:",
         ),
-        ({"model": llama, **pipeline}, "temporaries and communication, such as gathered parameters, are not"),
     ):
         found = estimate_file(_write(tmp_path, **config))
         assert reason in found.note and "\n" not in found.note
         assert found.note in str(found).splitlines() and "rank 0" in str(found) and ": at least" in str(found)
-        has_activations = any("saved_activations" in phase for phase in found.ranks[0].phases.values())
-        assert has_activations == reason.startswith("temporaries")
+        assert not any("saved_activations" in phase for phase in found.ranks[0].phases.values())
+        with pytest.raises(ValueError, match="zero_stage is 1, which is not predicted for"):
+            estimate_file(_write(tmp_path, **config, zero_stage=1))
+    for plan in ("auto", {"lm_head": "replicate"}):
+        assert not estimate_file(_write(tmp_path, model=llama, **pipeline, plan=plan)).note
 
 
 @pytest.mark.parametrize("module", ["transformers", "weft.strategy.estimate.state"])

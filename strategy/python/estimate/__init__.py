@@ -1,8 +1,7 @@
 """weft.strategy.estimate: predicts how much memory each rank of a training needs, from a configuration.
 
-Start reading with `entry.py`. `config.py` reads the configuration, `stages.py` predicts the activations of pipeline
-stages. `state.py`, the only file that imports torch, counts parameters, gradients and optimizer states of pipelines and
-of models that the memory model does not describe.
+Start reading with `entry.py`. `config.py` reads the configuration, `stages.py` decides what the memory model describes.
+`state.py`, the only file that imports torch, counts parameters, gradients and optimizer states of what it does not.
 """
 
 from weft.strategy.estimate.entry import Estimate, RankEstimate, estimate, estimate_file, estimate_training

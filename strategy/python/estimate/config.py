@@ -29,6 +29,7 @@ _KEYS = (
     "empty_init",
     "activation_checkpointing",
     "accumulate_grad_batches",
+    "zero_stage",
     "device",
     "pipeline_cuts",
     "pipeline_schedule",
@@ -95,6 +96,23 @@ class Training:
                 f"the options {self.options!r} have a value of the wrong type; give text for names, true or false for "
                 "switches."
             ) from error
+
+    def full_spec(self) -> Any:
+        """Return the `TrainingSpec` of a training that the memory model describes, with its stages, which have names.
+
+        Raises:
+            ValueError: as for `spec`.
+        """
+        assert self.model is not None and not isinstance(self.plan, str)
+        stages: dict[str, Any] = {}
+        if self.pipeline is not None:
+            assert self.pipeline.cuts is not None
+            stages = {
+                "first_blocks": [int(cut.rpartition(".")[2]) for cut in self.pipeline.cuts],
+                "pipeline_schedule": self.pipeline.schedule,
+                "num_micro_batches": min(self.pipeline.num_micro_batches, self.batch["sequences"]),
+            }
+        return self.spec(self.model, self.mesh, plan=self.plan, **stages)
 
 
 def axis_size(mesh: _plan.Mesh, axis: str) -> int:

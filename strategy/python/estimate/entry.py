@@ -1,9 +1,9 @@
 """Predicts the memory of each rank of a training, from a configuration, without allocating it.
 
 The C++ memory model (weft/strategy/memory_model.h) predicts all phases of a training of Llama-like models and MLPs,
-without torch. For other models of Hugging Face, for the plan "huggingface" and for pipelines, the estimate has the
-bytes of parameters, gradients and optimizer states, which are counted on a model on the meta device (`state.py`); for
-pipelines of Llama-like models it also has the saved activations (`stages.py`).
+without torch. For other models of Hugging Face, for the plan "huggingface", and for pipelines whose stages do not begin
+at blocks, the estimate has the bytes of parameters, gradients and optimizer states, which are counted on a model on the
+meta device (`state.py`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from weft.strategy import _plan
-from weft.strategy.estimate.config import HUGGING_FACE, PIPELINE_AXIS, Training, axis_size, load_file, read_config
-from weft.strategy.estimate.stages import activations_of_ranks, why_no_activations
+from weft.strategy.estimate.config import PIPELINE_AXIS, Training, axis_size, load_file, read_config
+from weft.strategy.estimate.stages import why_not_described
 
 _UNITS = {"GB": 9, "MB": 6, "kB": 3}  # decimal exponents
 _ONE_MLP = _plan.FeedForwardModel(dim=1, hidden_dim=1)
 _NO_ACTIVATIONS = "activations and temporaries are not predicted for {}: the figures are persistent bytes"
-_NO_TEMPORARIES = "temporaries and communication, such as gathered parameters, are not predicted for pipelines"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +53,7 @@ class Estimate:
             optimizer state and autocast's copy of it.
         mesh: as `Mesh` prints it.
         ranks: one of each set of ranks with equal figures.
+        cuts: the names of the first module of each stage but the first, if weft has chosen them; else ().
         note: a sentence on the categories that are not predicted, in which case the figures are lower bounds; "": none.
     """
 
@@ -62,6 +62,7 @@ class Estimate:
     mesh: str
     ranks: tuple[RankEstimate, ...]
     note: str = ""
+    cuts: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as plain data, with "peak_bytes" for each rank."""
@@ -71,6 +72,7 @@ class Estimate:
             "mesh": self.mesh,
             "ranks": [{**dataclasses.asdict(rank), "peak_bytes": rank.peak_bytes} for rank in self.ranks],
             "note": self.note,
+            "cuts": list(self.cuts),
         }
 
     def __str__(self) -> str:
@@ -81,6 +83,7 @@ class Estimate:
             f"{in_unit(unit, total_bytes)} {unit} in all; mesh {self.mesh or 'of one rank'}; "
             f"{unit} = 1e{exponent} bytes"
         ]
+        lines += [f"later stages begin at {', '.join(self.cuts)}"] if self.cuts else []
         lines += ["", self.note] if self.note else []
         for rank in self.ranks:
             bound = "at least" if self.note else "at most"
@@ -146,45 +149,39 @@ def estimate_training(training: Training) -> Estimate:
     Raises:
         ValueError: the parts of the training do not fit together, or transformers cannot build its model.
     """
-    if training.pipeline is None and training.model is not None and training.plan != HUGGING_FACE:
-        return estimate(training.spec(training.model, training.mesh, plan=training.plan), training.mesh)
-    return _estimate_state(training)
+    chosen: tuple[str, ...] = ()
+    if training.pipeline is not None and training.pipeline.cuts is None:
+        training = _module_with_torch().with_chosen_cuts(training)
+        assert training.pipeline is not None and training.pipeline.cuts is not None
+        chosen = training.pipeline.cuts
+    reason = why_not_described(training)
+    found = _estimate_state(training, reason) if reason else estimate(training.full_spec(), training.mesh)
+    return dataclasses.replace(found, cuts=chosen)
 
 
-def _estimate_state(training: Training) -> Estimate:
-    """Return the persistent bytes of each rank, and the saved activations of pipeline stages where they are known."""
+def _estimate_state(training: Training, reason: str) -> Estimate:
+    """Return the persistent bytes of each rank; `reason`: why activations are not predicted."""
+    if training.options.get("zero_stage", 3) != 3:
+        raise ValueError(
+            f"zero_stage is {training.options['zero_stage']!r}, which is not predicted for {reason}; leave it out, or "
+            "use --module."
+        )
     other_axes = _plan.Mesh([(axis, size) for axis, size in training.mesh.axes if axis != PIPELINE_AXIS])
     training.spec(_ONE_MLP, other_axes)  # raises for unknown names
     # Raises for axes and combinations of options that are not supported; one MLP has no blocks to checkpoint.
     _, bytes_per_parameter = training.spec(_ONE_MLP, other_axes, activation_checkpointing="none").parameter_cost()
-    with_torch = _module_with_torch()
-    has_chosen_cuts = training.pipeline is not None and training.pipeline.cuts is None
-    training = with_torch.with_chosen_cuts(training)
-    reason = why_no_activations(training)
-    found = with_torch.state_of_ranks(training)
-    activations = [] if reason else activations_of_ranks(training, found.stage_of)
+    found = _module_with_torch().state_of_ranks(training)
     by_figures: dict[tuple[int, ...], RankEstimate] = {}
     tp_size = axis_size(training.mesh, "tensor_parallel")
     ranks_per_usage = training.mesh.size() // len(found.usages)
     for i, usage in enumerate(found.usages):
         phases = {"init": {**dict.fromkeys(usage, 0), "parameters": usage["parameters"]}, "step": usage}
-        if activations:
-            saved_usage = {"saved_activations": activations[i // tp_size]}
-            no_saved_usage = {"saved_activations": 0}
-            phases = {
-                "init": phases["init"] | no_saved_usage,
-                "schedule": usage | saved_usage,
-                "step": usage | no_saved_usage,
-            }
         coordinates = {PIPELINE_AXIS: i // tp_size, "tensor_parallel": i % tp_size}
         rank = training.mesh.rank([coordinates.get(axis, 0) for axis, _ in training.mesh.axes])
         key = tuple(size for each in phases.values() for size in each.values())
         before = by_figures.setdefault(key, RankEstimate(rank, 0, phases))
         by_figures[key] = dataclasses.replace(before, num_ranks=before.num_ranks + ranks_per_usage)
-    note = _NO_ACTIVATIONS.format(reason) if reason else _NO_TEMPORARIES
-    if has_chosen_cuts and training.pipeline is not None:
-        cuts = ", ".join(map(repr, training.pipeline.cuts or ()))
-        note += f"; the stages, chosen by their parameters, begin at the first layer and at {cuts}"
+    note = _NO_ACTIVATIONS.format(reason)
     mesh = str(training.mesh)
     return Estimate(found.num_parameters, bytes_per_parameter, mesh, tuple(by_figures.values()), note)
 
@@ -195,6 +192,6 @@ def _module_with_torch() -> Any:
     except ImportError as error:
         raise ValueError(
             f"the memory of this training is counted on a model of transformers, which needs torch ({error}); install "
-            "torch and transformers, or give a configuration of llama, mistral or qwen2 without pipeline and "
-            "without the plan huggingface."
+            "torch and transformers, or give a configuration of llama, mistral or qwen2 without the plan "
+            "huggingface, and with pipeline_cuts at blocks."
         ) from error

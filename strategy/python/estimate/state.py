@@ -116,8 +116,7 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     except ImportError as error:
         raise ValueError(
             f"the memory of model_type {model_type!r} is counted on a model of transformers, which is not installed; "
-            "install transformers, or give a configuration of llama, mistral or qwen2 without pipeline and without the "
-            "plan huggingface."
+            "install transformers, or give a configuration of llama, mistral or qwen2 without the plan huggingface."
         ) from error
     transformers.logging.set_verbosity_error()  # its warnings concern running the model
     options = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}

@@ -46,11 +46,12 @@ def checkpoint_activations(model: nn.Module, what: CheckpointSpec = FULL, *, off
 
     Args:
         model: a plain module, or one that `parallelize`, `fully_shard` or both have changed.
-        what: "full" or "selective" for all repeated blocks (see `repeated_blocks`); or a pattern of module names, as in
-            a plan, or several, for a full checkpoint of each match; or a dict from pattern to "full" or "selective"; or
-            "none". A full checkpoint saves a module's inputs. A selective one also saves the results of matrix
-            products, convolutions, attention, communication, and vocabulary-parallel embeddings and losses, which are
-            not recomputed; code must not change these results in place.
+        what: "full" or "selective" for all repeated blocks (see `repeated_blocks`); "full:8" or "selective:8" for the
+            first eight of them, in a pipeline of those on each rank; or a pattern of module names, as in a plan, or
+            several, for a full checkpoint of each match; or a dict from pattern to "full" or "selective"; or "none". A
+            full checkpoint saves a module's inputs. A selective one also saves the results of matrix products,
+            convolutions, attention, communication, and vocabulary-parallel embeddings and losses, which are not
+            recomputed; code must not change these results in place.
         offload: keep the tensors among a module's arguments in pinned CPU memory until the backward.
 
     Returns:
@@ -81,14 +82,15 @@ def _modes(model: nn.Module, what: CheckpointSpec) -> dict[str, str]:
     if what == NONE:
         return {}
     names = [name for name, _ in model.named_modules()]
-    if what in (FULL, SELECTIVE):
+    kind, count = split_count(what)
+    if kind in (FULL, SELECTIVE):
         blocks = repeated_blocks(model)
         if not blocks:
             raise ValueError(
                 f"checkpoint_activations: {what!r} finds no repeated blocks in a {original_class(model).__name__}, "
                 "which are modules of one class in an nn.ModuleList or nn.Sequential; pass patterns of module names."
             )
-        return dict.fromkeys(blocks, str(what))
+        return dict.fromkeys(blocks[:count], str(kind))
     patterns = what if isinstance(what, Mapping) else dict.fromkeys([what] if isinstance(what, str) else what, FULL)
     modes: dict[str, str] = {}
     for pattern, mode in patterns.items():
@@ -143,8 +145,28 @@ def _class_without_checkpoint(module: nn.Module) -> type[nn.Module]:
     return cls.__mro__[2] if issubclass(cls, CheckpointedModule) else cls
 
 
+def split_count(what: object) -> tuple[object, int | None]:
+    """Return ("full", 8) for "full:8", likewise for "selective:8"; (what, None) for anything else.
+
+    Raises:
+        ValueError: the number is missing or below 1.
+    """
+    kind, colon, number = what.partition(":") if isinstance(what, str) else (what, "", "")
+    if not colon or kind not in (FULL, SELECTIVE):
+        return what, None
+    if not (number.isdecimal() and int(number) >= 1):
+        raise ValueError(
+            f"checkpoint_activations: got {what!r}; after the colon, give the number of blocks that are checkpointed, "
+            "from 1."
+        )
+    return kind, int(number)
+
+
 def check_checkpoint_spec(owner: str, what: object) -> None:
-    """Raise TypeError unless `what` is text, or a list, tuple or mapping that is not empty and lists only text."""
+    """Raise TypeError unless `what` is text, or a list, tuple or mapping that is not empty and lists only text.
+
+    Raises ValueError for a number of blocks below 1.
+    """
     is_text = isinstance(what, str)
     is_patterns = isinstance(what, (list, tuple, Mapping)) and what and all(isinstance(each, str) for each in what)
     if not is_text and not is_patterns:
@@ -152,6 +174,7 @@ def check_checkpoint_spec(owner: str, what: object) -> None:
             f"{owner} got {what!r} for what to checkpoint; pass 'none', 'selective', 'full', a pattern of module "
             "names, a list of them, or a dict from pattern to 'full' or 'selective'."
         )
+    split_count(what)
 
 
 def _check_module(name: str, module: nn.Module, mode: str, offload: bool) -> None:

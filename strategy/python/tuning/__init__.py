@@ -2,7 +2,8 @@
 
 Start reading with `entry.py`, which searches the layouts of a configuration; the search is C++
 (weft/strategy/tuning/search.h), and imports no torch. `modules.py` searches those of any module by dry runs.
-`request.py` reads the cluster, the limits and the fixed sizes; `result.py` prints what was found.
+`request.py` reads the cluster, the limits and the fixed sizes; `result.py` prints what was found, and `front.py` draws
+the fastest layout for each limit.
 """
 
 from __future__ import annotations
@@ -10,13 +11,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weft.strategy.tuning.entry import tune_file, tune_training
+from weft.strategy.tuning.front import draw_front
 from weft.strategy.tuning.request import Cluster, read_cluster
 from weft.strategy.tuning.result import FoundLayout, Tuning
 
 if TYPE_CHECKING:
     from weft.strategy.tuning.modules import tune_module
 
-__all__ = ["Cluster", "FoundLayout", "Tuning", "read_cluster", "tune_file", "tune_module", "tune_training"]
+__all__ = [
+    "Cluster",
+    "FoundLayout",
+    "Tuning",
+    "draw_front",
+    "read_cluster",
+    "tune_file",
+    "tune_module",
+    "tune_training",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ from weft.strategy.estimate.config import Training, load_file, read_config
 from weft.strategy.tuning.request import memory_limit_of, read_cluster, read_fixed
 from weft.strategy.tuning.result import FoundLayout, Tuning, layout_text
 
+_ZERO_STAGES = (3, 2, 1)  # replicas are another axis
 _CHECKPOINTING = ("none", "selective", "full")
 _NOT_PRINTED = ("precision", "optimizer", "empty_init")  # of the Trainer, of the model, and the default
 
@@ -41,17 +42,19 @@ def tune_training(
     global_sequences: int | None = None,
     fixed: str = "",
     max_results: int = 5,
+    finds_front: bool = False,
 ) -> Tuning:
     """Return the layouts with the shortest predicted steps that fit.
 
-    Options of the training are not changed. Activation checkpointing and steps in the backward are chosen, unless the
-    training has them.
+    Options of the training are not changed. The ZeRO stage, activation checkpointing and steps in the backward are
+    chosen, unless the training has them.
 
     Args:
         cluster: the name of a cluster, or the mapping or file of one (see `read_cluster`).
         memory: the most bytes of a device, such as "72GB"; None: nine tenths of a GPU's memory, or all of a CPU rank's.
         global_sequences: of a step, over all ranks; None: the batch's sequences times the devices.
         fixed: sizes that are not chosen, such as "tp=2".
+        finds_front: also find the layouts that no other beats in both time and memory.
 
     Raises:
         ValueError: an argument is not valid, the memory model does not describe the training, or no layout is possible.
@@ -70,8 +73,10 @@ def tune_training(
     if wanted_in_backward is None and options.get("precision") == "16-mixed":
         wanted_in_backward = False  # the gradient scaler decides after the backward whether to step
     sizes = read_fixed(fixed)
-    if (accumulated := options.pop("accumulate_grad_batches", None)) is not None:
-        sizes.setdefault("accumulate_grad_batches", accumulated)
+    for name in ("accumulate_grad_batches", "zero_stage"):
+        if (wanted := options.pop(name, None)) is not None:
+            sizes.setdefault(name, wanted)
+    zero_stage = sizes.pop("zero_stage", None)
     if wanted_in_backward == "rows":
         raise ValueError(
             "tune: got optimizer_in_backward: rows, which excludes data-parallel ranks; use true, or leave it out."
@@ -92,9 +97,11 @@ def tune_training(
         num_devices=num_devices,
         global_sequences=sequences,
         memory_limit=limit,
+        zero_stages=_ZERO_STAGES if zero_stage is None else (zero_stage,),
         activation_checkpointing=_CHECKPOINTING if wanted_checkpointing is None else (wanted_checkpointing,),
         optimizer_in_backward=(False, True) if wanted_in_backward is None else (bool(wanted_in_backward),),
         max_results=max_results,
+        finds_front=finds_front,
         **sizes,
     )
     is_half = options.get("precision", "32-true") != "32-true"
@@ -116,6 +123,7 @@ def tune_training(
         plan="auto" if plan is None else plan.to_json(),
         precision=options.get("precision", "32-true"),
         options={name: value for name, value in options.items() if name not in _NOT_PRINTED},
+        front=tuple(_layout(each, tokens, flops) for each in found["front"]),
     )
 
 
@@ -133,4 +141,8 @@ def _layout(found: Mapping[str, Any], num_tokens: int, flops: float) -> FoundLay
         sent_bytes=round(found["sent_bytes"]),
         throughput=num_tokens / step_seconds,
         flops_share=found["model_flops"] / flops / step_seconds,
+        zero_stage=found["zero_stage"],
+        pipeline_cuts=tuple(f"model.layers.{block}" for block in found["first_blocks"]),
+        pipeline_schedule=found["pipeline_schedule"],
+        num_micro_batches=found["num_micro_batches"],
     )

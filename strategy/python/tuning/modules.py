@@ -63,13 +63,19 @@ def tune_module(
             "tune: got optimizer_in_backward='rows', which excludes data-parallel ranks and accumulation; use True, or "
             "leave it out."
         )
+    sizes = read_fixed(fixed)
+    if unknown := [name for name in sizes if name not in (*_AXES, "accumulate_grad_batches")]:
+        raise ValueError(
+            f"tune: got a fixed size of {unknown[0]} for a module, for which no pipelines and no ZeRO stages are "
+            "compared; fix rep, dp, tp or accumulate, and give zero_stage as an option."
+        )
     rates = read_cluster(cluster)
     search = _Search(
         Request(module, **options),
         num_devices,
         rates,
         memory_limit_of(rates, memory),
-        read_fixed(fixed),
+        sizes,
         max_results,
         chooses_checkpointing="activation_checkpointing" not in options,
         chooses_in_backward="optimizer_in_backward" not in options and options.get("zero_stage") != 1,

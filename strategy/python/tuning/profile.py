@@ -21,18 +21,21 @@ _TIMEOUT_SECONDS = 300.0
 _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 4 << 20  # of an all-reduce
 _MATRIX_SIZE = 512
 _COPIED_BYTES = 32 << 20
+_PRODUCTS_BETWEEN = 4  # between two all-reduces, some milliseconds
 _SAMPLES = 7
 _SAMPLE_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class HostProfile:
-    """The rates of this host; their names are those of `Cluster`.
+    """The rates of this host; their names are those of `Cluster`, except for the last.
 
     Attributes:
         device_bytes: an equal share of the host's memory for each rank.
         host_link: seconds of a message and bytes per second, with which a ring would take the measured times of
-            all-reduces; (0, 0): there was one rank.
+            all-reduces; (0, 0): there was one rank. The seconds contain what ranks wait for each other if they compute
+            in between, which is longer than the message if they share cores.
+        idle_message_seconds: of a message between ranks that do nothing else.
     """
 
     float32_flops: float
@@ -42,11 +45,14 @@ class HostProfile:
     cores_per_host: float
     device_bytes: int
     host_link: tuple[float, float]
+    idle_message_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a file for `weft tune --cluster`."""
         rates: dict[str, Any] = {"like": "cpu"}
-        rates |= {name: float(f"{value:.4g}") for name, value in vars(self).items() if isinstance(value, float)}
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, float)}
+        del numbers["idle_message_seconds"]
+        rates |= {name: float(f"{value:.4g}") for name, value in numbers.items()}
         rates["device_bytes"] = self.device_bytes
         if self.host_link[1]:
             values = dict(zip(("seconds_per_message", "bytes_per_second"), self.host_link, strict=True))
@@ -74,14 +80,15 @@ def profile_host(num_ranks: int) -> HostProfile:
         return HostProfile(**alone, cores_per_host=1.0, device_bytes=host_bytes(), host_link=(0.0, 0.0))
     together: dict[str, float] = launch(_measure_together, None, num_ranks, _TIMEOUT_SECONDS)
     messages = 2 * (num_ranks - 1)
-    per_message = together["small_seconds"] / messages
-    transfer = max(together["large_seconds"] / messages - per_message, 1e-9)
+    transfer = max((together["large_seconds"] - together["small_seconds"]) / messages, 1e-9)
+    per_message = max(together["small_seconds"], together["skewed_seconds"]) / messages
     link = (per_message, _LARGE_BYTES / num_ranks / transfer)
     return HostProfile(
         **alone,
         cores_per_host=num_ranks / together["slowdown"],
         device_bytes=host_bytes() // num_ranks,
         host_link=link,
+        idle_message_seconds=together["small_seconds"] / messages,
     )
 
 
@@ -102,7 +109,25 @@ def _measure_together(_: None) -> dict[str, float]:
     for name, num_bytes in (("small_seconds", _SMALL_BYTES), ("large_seconds", _LARGE_BYTES)):
         values = torch.zeros(num_bytes // 4)
         found[name] = _seconds_of(lambda values=values: dist.all_reduce(values))  # type: ignore[misc]
+    found["skewed_seconds"] = _skewed_seconds()
     return found
+
+
+def _skewed_seconds() -> float:
+    """Return the time of a small all-reduce among computing ranks, most of which is a wait for the last rank."""
+    a, b = (torch.randn(_MATRIX_SIZE, _MATRIX_SIZE) for _ in range(2))
+    values = torch.zeros(_SMALL_BYTES // 4)
+
+    def compute() -> None:
+        for _ in range(_PRODUCTS_BETWEEN):
+            torch.mm(a, b)
+
+    def compute_and_reduce() -> None:
+        compute()
+        dist.all_reduce(values)
+
+    differences = [_seconds_of(compute_and_reduce, 0.2, 1) - _seconds_of(compute, 0.2, 1) for _ in range(_SAMPLES)]
+    return statistics.median(differences)
 
 
 def _slowdown() -> float:
@@ -171,7 +196,7 @@ def _seconds_per_operator() -> float:
     return max(0.0, _seconds_of(step) / counting.number - kernel)
 
 
-def _seconds_of(function: Callable[[], object], least_seconds: float = 0.05) -> float:
+def _seconds_of(function: Callable[[], object], least_seconds: float = 0.05, num_samples: int = _SAMPLES) -> float:
     """Return the median over samples of the seconds of a call; a sample has as many calls as fill `least_seconds`."""
     function()
     start = time.perf_counter()
@@ -182,7 +207,7 @@ def _seconds_of(function: Callable[[], object], least_seconds: float = 0.05) -> 
         dist.broadcast(number, 0)
         num_calls = int(number)
     samples = []
-    for _ in range(_SAMPLES):
+    for _ in range(num_samples):
         start = time.perf_counter()
         for _ in range(num_calls):
             function()

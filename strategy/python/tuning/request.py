@@ -31,10 +31,12 @@ _COUNTS = ("devices_per_host", "device_bytes")
 _LINKS = ("host_link", "network_link")
 _LINK_KEYS = ("seconds_per_message", "bytes_per_second")
 _FIXED = {
+    "pp": "pipeline_parallel",
     "rep": "data_replicate",
     "dp": "data_parallel",
     "tp": "tensor_parallel",
     "accumulate": "accumulate_grad_batches",
+    "zero": "zero_stage",
 }
 
 

@@ -6,8 +6,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-_HEADER = ("layout", "batch", "accum.", "checkpoints", "in backward", "step", "throughput", "of rate", "memory", "sent")
-_AXES = (("data_replicate", "rep"), ("data_parallel", "dp"), ("tensor_parallel", "tp"))
+_AXES = (
+    ("pipeline_parallel", "pp"),
+    ("data_replicate", "rep"),
+    ("data_parallel", "dp"),
+    ("tensor_parallel", "tp"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +22,14 @@ class FoundLayout:
         layout: such as "dp4,tp2".
         sequences: of a batch of each data-parallel rank; for a module, rows: the first dim of its batch's tensors.
         accumulate_grad_batches: batches whose gradients a step accumulates.
-        activation_checkpointing: "none", "selective" or "full".
+        activation_checkpointing: "none", "selective", "full", or "full:8" for the first eight blocks of each rank.
         optimizer_in_backward: whether the optimizer steps in the backward.
+        zero_stage: what data-parallel ranks shard, as in the strategies.
+        pipeline_cuts: the names of the first module of each stage but the first; () without a pipeline.
+        pipeline_schedule: "" without a pipeline.
+        num_micro_batches: into which a pipeline splits a batch.
         seconds: of a step: "compute", "recomputation" (for a module, a part of "compute"), "tensor_parallel",
-            "data_parallel" and "optimizer".
+            "data_parallel", "optimizer" and, of a configuration, "pipeline": waits for other stages.
         bytes: by category, at the peak of the rank with the most.
         sent_bytes: that a rank sends in a step.
         throughput: tokens of all ranks per second; for a module, rows.
@@ -39,6 +47,10 @@ class FoundLayout:
     sent_bytes: int
     throughput: float
     flops_share: float
+    zero_stage: int = 3
+    pipeline_cuts: tuple[str, ...] = ()
+    pipeline_schedule: str = ""
+    num_micro_batches: int = 1
 
     @property
     def step_seconds(self) -> float:
@@ -58,7 +70,18 @@ class FoundLayout:
             options["activation_checkpointing"] = self.activation_checkpointing
         if self.optimizer_in_backward:
             options["optimizer_in_backward"] = True
+        if self.shards_data and self.zero_stage != 3:
+            options["zero_stage"] = self.zero_stage
+        if self.pipeline_cuts:
+            options |= {"pipeline_cuts": list(self.pipeline_cuts), "num_micro_batches": self.num_micro_batches}
+            if self.pipeline_schedule != "1f1b":
+                options["pipeline_schedule"] = self.pipeline_schedule
         return options
+
+    @property
+    def shards_data(self) -> bool:
+        """Whether the layout has data-parallel ranks, so that `zero_stage` matters."""
+        return any(part.startswith("dp") for part in self.layout.split(","))
 
 
 def layout_text(sizes: Mapping[str, int]) -> str:
@@ -85,6 +108,8 @@ class Tuning:
         plan: the plan's text for a strategy's option, such as "auto".
         precision: that of the Trainer.
         options: further options of the strategy, which the search did not change.
+        front: the layouts that no other beats in both time and memory, whether they fit or not, the fastest first; ():
+            they were not asked for.
     """
 
     layouts: tuple[FoundLayout, ...]
@@ -101,11 +126,13 @@ class Tuning:
     plan: Any
     precision: str
     options: dict[str, Any]
+    front: tuple[FoundLayout, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as plain data, with "step_seconds" and "peak_bytes" for each layout."""
         found = dataclasses.asdict(self)
-        for each, layout in zip(found["layouts"], self.layouts, strict=True):
+        pairs = [*zip(found["layouts"], self.layouts, strict=True), *zip(found["front"], self.front, strict=True)]
+        for each, layout in pairs:
             each |= {"step_seconds": layout.step_seconds, "peak_bytes": layout.peak_bytes}
         return found
 
@@ -128,7 +155,7 @@ class Tuning:
         assert self.smallest is not None
         found = self.smallest
         most = max(found.bytes, key=found.bytes.__getitem__)
-        further = [] if found.activation_checkpointing == "full" else ["activation_checkpointing: full"]
+        further = [] if found.activation_checkpointing.startswith("full") else ["activation_checkpointing: full"]
         activations = ", ".join([*further, "shorter sequences", "or more devices for tensor parallelism"])
         further = [] if found.optimizer_in_backward else ["optimizer_in_backward: true"]
         advice = {
@@ -191,6 +218,10 @@ class Tuning:
             parts.append(f"{layout.activation_checkpointing} activation checkpointing")
         if layout.optimizer_in_backward:
             parts.append("optimizer_in_backward")
+        if layout.shards_data and layout.zero_stage != 3:
+            parts.append(f"zero_stage {layout.zero_stage}")
+        if layout.pipeline_cuts:
+            parts.append(f"{layout.num_micro_batches} micro-batches of a pipeline")
         return ", ".join(parts)
 
 
@@ -203,22 +234,37 @@ def _yaml(value: Any) -> str:
 
 
 def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
-    header = tuple(throughput if name == "throughput" else name for name in _HEADER)
-    rows = [
-        (
-            layout.layout,
-            str(layout.sequences),
-            str(layout.accumulate_grad_batches),
-            layout.activation_checkpointing,
-            "yes" if layout.optimizer_in_backward else "no",
-            f"{layout.step_seconds:.4g} s",
-            f"{layout.throughput:,.0f}" if layout.throughput >= 100 else f"{layout.throughput:.3g}",
-            f"{100 * layout.flops_share:.0f} %",
-            _gigabytes(layout.peak_bytes),
-            _gigabytes(layout.sent_bytes),
-        )
-        for layout in layouts
-    ]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows))
+    columns = {
+        "layout": [layout.layout for layout in layouts],
+        "zero": [str(layout.zero_stage) if layout.shards_data else "-" for layout in layouts],
+        "batch": [str(layout.sequences) for layout in layouts],
+        "accum.": [str(layout.accumulate_grad_batches) for layout in layouts],
+        "pipeline": [_pipeline_text(layout) for layout in layouts],
+        "checkpoints": [layout.activation_checkpointing for layout in layouts],
+        "in backward": ["yes" if layout.optimizer_in_backward else "no" for layout in layouts],
+        "step": [f"{layout.step_seconds:.4g} s" for layout in layouts],
+        throughput: [
+            f"{layout.throughput:,.0f}" if layout.throughput >= 100 else f"{layout.throughput:.3g}"
+            for layout in layouts
+        ],
+        "of rate": [f"{100 * layout.flops_share:.0f} %" for layout in layouts],
+        "memory": [_gigabytes(layout.peak_bytes) for layout in layouts],
+        "sent": [_gigabytes(layout.sent_bytes) for layout in layouts],
+    }
+    if not any(layout.pipeline_cuts for layout in layouts):
+        del columns["pipeline"]
+    if all(layout.zero_stage == 3 for layout in layouts):
+        del columns["zero"]
+    cells = [[header, *column] for header, column in columns.items()]
+    widths = [max(map(len, column)) for column in cells]
+    rows = zip(*cells, strict=True)
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [line.rstrip() for line in lines]
+
+
+def _pipeline_text(layout: FoundLayout) -> str:
+    """Return the micro-batches, the schedule and the share of a step in which the busiest rank waits."""
+    if not layout.pipeline_cuts:
+        return "-"
+    waits = layout.seconds["pipeline"] / layout.step_seconds
+    return f"{layout.num_micro_batches} x {layout.pipeline_schedule}, waits {100 * waits:.0f} %"

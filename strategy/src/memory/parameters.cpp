@@ -3,6 +3,7 @@
 #include "../text.h"
 #include "weft/strategy/shard.h"
 
+#include <algorithm>
 #include <functional>
 #include <numeric>
 #include <stdexcept>
@@ -14,7 +15,6 @@ namespace {
 
 std::string block_name(int64_t layer) { return "model.layers." + std::to_string(layer); }
 
-constexpr int64_t kRootUnit = 0;
 constexpr std::array<std::string_view, 4> kProjections = {"q_proj", "k_proj", "v_proj", "o_proj"};
 constexpr std::array<std::string_view, 3> kMlpLayers = {"gate_proj", "up_proj", "down_proj"};
 
@@ -151,20 +151,20 @@ class Collector {
  public:
   explicit Collector(const Styles& styles) : styles_(styles) {}
 
-  void linear(const std::string& module, int64_t out, int64_t in, bool has_bias, int64_t unit) {
+  void linear(const std::string& module, int64_t out, int64_t in, bool has_bias, int64_t layer) {
     const Style style = style_of(module);
-    add(module, {out, in}, shard_dim_of(style), unit);
+    add(module, {out, in}, shard_dim_of(style), layer);
     if (has_bias) {
-      add(module, {out}, style == Style::kColumn ? shard_dim_of(style) : std::nullopt, unit);
+      add(module, {out}, style == Style::kColumn ? shard_dim_of(style) : std::nullopt, layer);
     }
   }
 
   void add(const std::string& module,
            std::vector<int64_t> shape,
            std::optional<std::size_t> shard_dim,
-           int64_t unit) {
+           int64_t layer) {
     parameters.push_back(
-        {.module = module, .shape = std::move(shape), .shard_dim = shard_dim, .unit = unit});
+        {.module = module, .shape = std::move(shape), .shard_dim = shard_dim, .layer = layer});
   }
 
   [[nodiscard]] Style style_of(const std::string& module) const {
@@ -179,15 +179,15 @@ class Collector {
 };
 
 void collect(Collector& collector, const FeedForwardModel& model) {
-  collector.linear("w1", model.hidden_dim, model.dim, model.has_bias, kRootUnit);
-  collector.linear("w2", model.dim, model.hidden_dim, model.has_bias, kRootUnit);
+  collector.linear("w1", model.hidden_dim, model.dim, model.has_bias, 0);
+  collector.linear("w2", model.dim, model.hidden_dim, model.has_bias, 0);
   if (model.is_gated) {
-    collector.linear("w3", model.hidden_dim, model.dim, model.has_bias, kRootUnit);
+    collector.linear("w3", model.hidden_dim, model.dim, model.has_bias, 0);
   }
 }
 
 void collect(Collector& collector, const DecoderModel& model) {
-  collector.linear("model.embed_tokens", model.vocab_size, model.dim, false, kRootUnit);
+  collector.linear("model.embed_tokens", model.vocab_size, model.dim, false, 0);
   const int64_t query_dim = model.num_heads * model.head_dim;
   const int64_t kv_dim = model.num_kv_heads * model.head_dim;
   for (int64_t layer = 0; layer < model.num_layers; ++layer) {
@@ -204,9 +204,9 @@ void collect(Collector& collector, const DecoderModel& model) {
     collector.add(block + ".input_layernorm", {model.dim}, std::nullopt, layer + 1);
     collector.add(block + ".post_attention_layernorm", {model.dim}, std::nullopt, layer + 1);
   }
-  collector.add("model.norm", {model.dim}, std::nullopt, kRootUnit);
+  collector.add("model.norm", {model.dim}, std::nullopt, model.num_layers + 1);
   if (!model.is_tied) {
-    collector.linear("lm_head", model.vocab_size, model.dim, false, kRootUnit);
+    collector.linear("lm_head", model.vocab_size, model.dim, false, model.num_layers + 1);
   }
 }
 
@@ -274,6 +274,94 @@ std::vector<Parameter> parameters_of(const ModelSpec& model, const Styles& style
   Collector collector(styles);
   std::visit([&](const auto& value) { collect(collector, value); }, model);
   return std::move(collector.parameters);
+}
+
+int64_t axis_size(const Mesh& mesh, std::string_view axis) {
+  return mesh.has_axis(axis) ? mesh.size(axis) : 1;
+}
+
+int64_t coordinate_on(const Mesh& mesh, std::string_view axis, int64_t global_rank) {
+  const auto coordinates = mesh.coordinates(global_rank);
+  for (std::size_t i = 0; i < coordinates.size(); ++i) {
+    if (mesh.axes()[i].name == axis) {
+      return coordinates[i];
+    }
+  }
+  return 0;
+}
+
+int64_t num_fsdp_shards(const TrainingSpec& spec) {
+  return spec.zero_stage >= 2 ? axis_size(spec.mesh, "data_parallel") : 1;
+}
+
+int64_t num_averaged_replicas(const TrainingSpec& spec) {
+  const int64_t data = axis_size(spec.mesh, "data_parallel");
+  return num_fsdp_shards(spec) > 1 ? 1 : data * axis_size(spec.mesh, "data_replicate");
+}
+
+std::vector<StageLayers> stages_of(const DecoderModel& model, const TrainingSpec& spec) {
+  std::vector<StageLayers> stages = {{.last_block = model.num_layers}};
+  if (spec.pipeline) {
+    for (const int64_t first : spec.pipeline->first_blocks) {
+      stages.back().last_block = first;
+      stages.back().has_head = false;
+      stages.push_back(
+          {.first_block = first, .last_block = model.num_layers, .has_embedding = false});
+    }
+  }
+  return stages;
+}
+
+std::vector<StageLayers> stages_on_rank(const std::vector<StageLayers>& stages,
+                                        const TrainingSpec& spec,
+                                        int64_t global_rank) {
+  const auto num_ranks = static_cast<std::size_t>(axis_size(spec.mesh, "pipeline_parallel"));
+  std::vector<StageLayers> own;
+  const int64_t first = coordinate_on(spec.mesh, "pipeline_parallel", global_rank);
+  for (auto i = static_cast<std::size_t>(first); i < stages.size(); i += num_ranks) {
+    own.push_back(stages[i]);
+  }
+  return own;
+}
+
+std::vector<bool> checkpointed_blocks(const DecoderModel& model, const TrainingSpec& spec) {
+  const auto stages = stages_of(model, spec);
+  const auto num_ranks = static_cast<std::size_t>(axis_size(spec.mesh, "pipeline_parallel"));
+  std::vector<bool> result(static_cast<std::size_t>(model.num_layers), false);
+  if (spec.checkpointing == Checkpointing::kNone) {
+    return result;
+  }
+  for (std::size_t rank = 0; rank < num_ranks; ++rank) {
+    int64_t left = spec.checkpointed_blocks.value_or(model.num_layers);
+    for (std::size_t i = rank; i < stages.size(); i += num_ranks) {
+      for (int64_t block = stages[i].first_block; block < stages[i].last_block && left > 0;
+           --left) {
+        result[static_cast<std::size_t>(block++)] = true;
+      }
+    }
+  }
+  return result;
+}
+
+std::vector<Parameter> parameters_on_rank(std::vector<Parameter> parameters,
+                                          const TrainingSpec& spec,
+                                          int64_t global_rank) {
+  const auto* model = std::get_if<DecoderModel>(&spec.model);
+  if (model == nullptr || !spec.pipeline) {
+    return parameters;
+  }
+  const auto stages = stages_on_rank(stages_of(*model, spec), spec, global_rank);
+  std::erase_if(parameters, [&](const Parameter& parameter) {
+    return std::none_of(stages.begin(), stages.end(), [&](const StageLayers& stage) {
+      const bool is_embedding = parameter.layer == 0;
+      const bool is_head = parameter.layer > model->num_layers;
+      const int64_t block = parameter.layer - 1;
+      return is_embedding ? stage.has_embedding || (model->is_tied && stage.has_head)
+             : is_head    ? stage.has_head
+                          : stage.first_block <= block && block < stage.last_block;
+    });
+  });
+  return parameters;
 }
 
 std::vector<int64_t> tensor_parallel_shape(const Parameter& parameter,

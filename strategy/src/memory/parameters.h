@@ -16,7 +16,9 @@ struct Parameter {
   std::string module;
   std::vector<int64_t> shape;
   std::optional<std::size_t> shard_dim;  // sharded over tensor_parallel; nullopt: replicated
-  int64_t unit = 0;                      // FSDP unit: 0 is the root unit, i + 1 is block i
+  // 0: the embedding; i + 1: block i; the number of blocks + 1: the final norm and the output
+  // layer. An MLP is one layer, 0.
+  int64_t layer = 0;
 };
 
 // A module's style. `recompute`: whether the module is a fused column_row_mlp, or one of its
@@ -35,6 +37,44 @@ Styles resolve_styles(const TrainingSpec& spec);
 
 // Returns the parameters in the order of the modules.
 std::vector<Parameter> parameters_of(const ModelSpec& model, const Styles& styles);
+
+// Returns the size of an axis; 1 if the mesh does not have it.
+int64_t axis_size(const Mesh& mesh, std::string_view axis);
+
+// Returns the number of ranks over which FSDP2 shards parameters.
+int64_t num_fsdp_shards(const TrainingSpec& spec);
+
+// Returns the number of ranks that average gradients which none of them shards.
+int64_t num_averaged_replicas(const TrainingSpec& spec);
+
+// The layers of a stage of a decoder; without a pipeline, of the model.
+struct StageLayers {
+  int64_t first_block = 0;
+  int64_t last_block = 0;  // exclusive
+  bool has_embedding = true;
+  bool has_head = true;  // the final norm, the output layer and the loss
+};
+
+// Returns the layers of each stage, in order.
+std::vector<StageLayers> stages_of(const DecoderModel& model, const TrainingSpec& spec);
+
+// Returns the stages of a pipeline rank: `stages` itself without a pipeline.
+std::vector<StageLayers> stages_on_rank(const std::vector<StageLayers>& stages,
+                                        const TrainingSpec& spec,
+                                        int64_t global_rank);
+
+// Returns for each block whether it has a checkpoint: the first `checkpointed_blocks` of each
+// pipeline rank, or all. All false with Checkpointing::kNone.
+std::vector<bool> checkpointed_blocks(const DecoderModel& model, const TrainingSpec& spec);
+
+// Returns the parameters that a rank has, of those of the model; a tied weight is on the first and
+// on the last stage.
+std::vector<Parameter> parameters_on_rank(std::vector<Parameter> parameters,
+                                          const TrainingSpec& spec,
+                                          int64_t global_rank);
+
+// Returns a rank's position on an axis; 0 if the mesh does not have it.
+int64_t coordinate_on(const Mesh& mesh, std::string_view axis, int64_t global_rank);
 
 // Returns the shape of the shard of a parameter that `tp_rank` of `tp_size` holds.
 std::vector<int64_t> tensor_parallel_shape(const Parameter& parameter,

@@ -3,40 +3,17 @@
 #include "weft/strategy/row_blocks.h"
 
 #include <algorithm>
-#include <iterator>
-#include <numeric>
 #include <utility>
 
 namespace weft::strategy::detail {
 
 namespace {
 
-// The most bytes of each of a rank's two staging buffers in the shared-memory backend.
-constexpr int64_t kMaxStagingBytes = int64_t{1} << 20;
-constexpr int64_t kPageBytes = 4096;
 // The same numbers as in weft.strategy.optimizers.{state_format,state_shards}.
 constexpr int64_t kMinElements = 4096;   // smaller parameters have float32 states
 constexpr int64_t kBlockElements = 256;  // of a row of codes that share a scale
 
-int64_t to_pages(int64_t num_bytes) {
-  return (num_bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
-}
-
-int64_t coordinate(const Mesh& mesh, std::string_view axis, int64_t global_rank) {
-  const auto coordinates = mesh.coordinates(global_rank);
-  for (std::size_t i = 0; i < coordinates.size(); ++i) {
-    if (mesh.axes()[i].name == axis) {
-      return coordinates[i];
-    }
-  }
-  return 0;
-}
-
 }  // namespace
-
-int64_t axis_size(const Mesh& mesh, std::string_view axis) {
-  return mesh.has_axis(axis) ? mesh.size(axis) : 1;
-}
 
 int64_t num_moments(OptimizerKind optimizer) {
   switch (optimizer) {
@@ -62,10 +39,12 @@ RankMemory::RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& 
     : spec_(spec),
       timeline_(timeline),
       styles_(resolve_styles(spec)),
-      parameters_(parameters_of(spec.model, styles_)),
+      parameters_(parameters_on_rank(parameters_of(spec.model, styles_), spec, global_rank)),
       parameter_buffers_(parameters_.size()),
       tp_size_(axis_size(spec.mesh, "tensor_parallel")),
-      dp_size_(axis_size(spec.mesh, "data_parallel")),
+      dp_size_(num_fsdp_shards(spec)),
+      num_replicas_(num_averaged_replicas(spec)),
+      num_state_shards_(spec.zero_stage == 1 ? axis_size(spec.mesh, "data_parallel") : 1),
       activation_bytes_(spec.precision == Precision::k32True ? 4 : 2),
       // Embeddings with split weights, or that FSDP2 gathers, make the residual stream bfloat16.
       wide_bytes_(spec.precision == Precision::kHalfTrue ||
@@ -73,14 +52,46 @@ RankMemory::RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& 
                       ? 2
                       : 4),
       initial_bytes_(spec.precision == Precision::kHalfTrue ? 2 : 4) {
-  const int64_t tp_rank = coordinate(spec.mesh, "tensor_parallel", global_rank);
+  const int64_t tp_rank = coordinate_on(spec.mesh, "tensor_parallel", global_rank);
   int64_t num_units = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     shapes_.push_back(tensor_parallel_shape(parameters_[i], tp_size_, tp_rank));
     by_module_[parameters_[i].module].push_back(i);
-    num_units = std::max(num_units, parameters_[i].unit + 1);
+    num_units = std::max(num_units, unit_of(i) + 1);
   }
   unsharded_units_.resize(static_cast<std::size_t>(num_units));
+  if (num_replicas_ > 1 && !spec.steps_in_backward) {
+    std::vector<int64_t> gradient_bytes;
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      gradient_bytes.push_back(local_bytes(i));
+    }
+    buckets_.emplace(timeline, gradient_bytes);
+  }
+}
+
+// Without a pipeline, the root unit 0 has the embedding, the final norm and the output layer.
+int64_t RankMemory::unit_of(std::size_t idx) const {
+  const Parameter& parameter = parameters_[idx];
+  const auto* model = std::get_if<DecoderModel>(&spec_.model);
+  if (model == nullptr || parameter.layer <= model->num_layers) {
+    return parameter.layer;
+  }
+  return !is_in_stages() ? 0 : parameter.layer + (parameter.module == "model.norm" ? 0 : 1);
+}
+
+std::vector<int64_t> RankMemory::units_of(const StageLayers& stage) const {
+  std::vector<int64_t> units;
+  if (stage.has_embedding) {
+    units.push_back(0);
+  }
+  for (int64_t block = stage.first_block; block < stage.last_block; ++block) {
+    units.push_back(block + 1);
+  }
+  if (stage.has_head) {
+    units.push_back(stage.last_block + 1);
+    units.push_back(stage.last_block + 2);
+  }
+  return units;
 }
 
 Buffer RankMemory::product(MemoryCategory category, int64_t num_bytes) {
@@ -130,8 +141,12 @@ int64_t RankMemory::local_elements(std::size_t idx) const {
   return num_elements(shape) / shape.front() * rows;
 }
 
+int64_t RankMemory::stepped_elements(std::size_t idx) const {
+  return (local_elements(idx) + num_state_shards_ - 1) / num_state_shards_;
+}
+
 int64_t RankMemory::moment_bytes(std::size_t idx) const {
-  const int64_t num = local_elements(idx);
+  const int64_t num = stepped_elements(idx);
   if (spec_.states == StateFormat::kLikeParameters) {
     return num * element_bytes(idx);
   }
@@ -165,7 +180,7 @@ int64_t RankMemory::unsharded_bytes(std::size_t idx) const {
 int64_t RankMemory::unit_elements(int64_t unit) const {
   int64_t num = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    num += parameters_[i].unit == unit ? local_elements(i) * dp_size_ : 0;
+    num += unit_of(i) == unit ? local_elements(i) * dp_size_ : 0;
   }
   return num;
 }
@@ -173,7 +188,7 @@ int64_t RankMemory::unit_elements(int64_t unit) const {
 int64_t RankMemory::unit_bytes(int64_t unit) const {
   int64_t num_bytes = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    num_bytes += parameters_[i].unit == unit ? unsharded_bytes(i) : 0;
+    num_bytes += unit_of(i) == unit ? unsharded_bytes(i) : 0;
   }
   return num_bytes;
 }
@@ -201,7 +216,13 @@ void RankMemory::initialize() {
       hold_bytes(MemoryCategory::kParameters, num_buffer_elements(spec_.model) * initial_bytes_);
   hold_staging(staging_, 0, 0);
   std::vector<Buffer> unsharded(parameters_.size());
+  Buffer of_other_stages;
   if (!spec_.has_deferred_init) {
+    int64_t num_others = 0;
+    for (const Parameter& parameter : parameters_of(spec_.model, styles_)) {
+      num_others += by_module_.contains(parameter.module) ? 0 : num_elements(parameter.shape);
+    }
+    of_other_stages = hold_bytes(MemoryCategory::kParameters, num_others * initial_bytes_);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       unsharded[i] = hold_bytes(MemoryCategory::kParameters,
                                 num_elements(parameters_[i].shape) * initial_bytes_);
@@ -258,7 +279,7 @@ void RankMemory::make_mlp_gradients(const std::string& module) {
   for (const std::size_t idx : by_module_.at(module)) {
     if (spec_.steps_by_rows && shapes_[idx].size() == 2) {
       step_by_rows(idx);
-    } else if (spec_.micro_batches > 1) {
+    } else if (sums_gradients()) {
       mlp_gradients_.emplace_back(idx, new_gradient(idx));
     } else {
       accumulate(idx, new_gradient(idx));
@@ -303,59 +324,33 @@ Buffer RankMemory::new_gradient(std::size_t idx) {
   if (dp_size_ > 1) {
     return hold_bytes(MemoryCategory::kScratch, num_elements(shapes_[idx]) * gathered_bytes(idx));
   }
-  return hold_bytes(MemoryCategory::kGradients, local_bytes(idx));
+  const bool is_added = parameter_buffers_[idx].gradient != nullptr;
+  return hold_bytes(is_added ? MemoryCategory::kScratch : MemoryCategory::kGradients,
+                    local_bytes(idx));
 }
 
 void RankMemory::accumulate(std::size_t idx, Buffer gradient) {
   ParameterBuffers& buffers = parameter_buffers_[idx];
-  if (spec_.micro_batches == 1) {
-    (dp_size_ > 1 ? buffers.unsharded_gradient : buffers.gradient) = std::move(gradient);
-  } else if (dp_size_ > 1 && gathered_bytes(idx) == 2 && spec_.device == DeviceKind::kCpu) {
-    // The addition of a half-precision gradient to a float32 sum converts it first.
-    hold_bytes(MemoryCategory::kScratch, num_elements(shapes_[idx]) * 4);
+  Buffer& sum = dp_size_ > 1 ? buffers.unsharded_gradient : buffers.gradient;
+  // FSDP2 adds up gradients that it does not reduce yet in float32. On the CPU, the addition of a
+  // gradient in half precision converts it first.
+  const bool is_cast = dp_size_ > 1 && gathered_bytes(idx) == 2;
+  const auto float32 = [&] {
+    return hold_bytes(MemoryCategory::kScratch, num_elements(shapes_[idx]) * 4);
+  };
+  if (sum && is_cast && spec_.device == DeviceKind::kCpu) {
+    float32();
+  } else if (!sum) {
+    sum = is_cast && is_in_stages() ? float32() : gradient;
   }
   gradient.reset();
-  if (dp_size_ == 1 && spec_.steps_in_backward) {
+  if (buckets_ && !is_in_stages()) {
+    buckets_->complete(idx);
+  }
+  if (dp_size_ == 1 && spec_.steps_in_backward && completes_gradients_) {
     step_temporaries(local_bytes(idx));
     buffers.gradient.reset();
   }
-}
-
-void RankMemory::hold_accumulated_gradients() {
-  if (dp_size_ == 1) {
-    hold_gradients_of_previous_step();
-    return;
-  }
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    parameter_buffers_[i].unsharded_gradient =
-        hold_bytes(MemoryCategory::kScratch, num_elements(shapes_[i]) * 4);
-  }
-}
-
-void RankMemory::hold_gradients_of_previous_step() {
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    parameter_buffers_[i].gradient = hold_bytes(MemoryCategory::kGradients, local_bytes(i));
-  }
-}
-
-void RankMemory::hold_staging_of_previous_step() {
-  if (dp_size_ == 1) {
-    return;
-  }
-  int64_t most = 0;
-  for (std::size_t unit = 0; unit < unsharded_units_.size(); ++unit) {
-    most = std::max(most, unit_elements(static_cast<int64_t>(unit)) * 4);
-  }
-  communicate_data(reduced_staging_bytes(most), false);
-  if (axis_size(spec_.mesh, "data_replicate") > 1) {
-    const int64_t staging_bytes = to_pages(std::min(most / dp_size_, kMaxStagingBytes));
-    hold_staging(replica_staging_, staging_bytes, staging_bytes);
-  }
-}
-
-// A rank stages the segments of the other ranks, each rounded up to cache lines of 64 bytes.
-int64_t RankMemory::reduced_staging_bytes(int64_t num_bytes) const {
-  return (std::min(num_bytes, kMaxStagingBytes) / dp_size_ + 63) / 64 * 64 * (dp_size_ - 1);
 }
 
 void RankMemory::drop_gradients() {
@@ -382,115 +377,11 @@ void RankMemory::step() {
   }
   Buffer divisor;  // a parameter's divisor lives until that of the next parameter is computed
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    divisor = step_temporaries(local_bytes(i));
+    divisor = step_temporaries(stepped_elements(i) * element_bytes(i));
   }
-}
-
-// The parameters are copied out of the buffer into which they are gathered.
-void RankMemory::unshard(int64_t unit) {
-  if (dp_size_ == 1 || unsharded_units_.at(static_cast<std::size_t>(unit))) {
-    return;
-  }
-  const int64_t num_bytes = unit_bytes(unit);
-  const bool is_cast = gathers_in_half() && !has_split_weights_;
-  Buffer input = is_cast ? hold_bytes(MemoryCategory::kScratch, num_bytes / dp_size_) : Buffer();
-  Buffer gathered = hold_bytes(MemoryCategory::kScratch, num_bytes);
-  communicate_data(num_bytes / dp_size_, true);
-  input.reset();
-  gathered_.reset();
-  unsharded_units_.at(static_cast<std::size_t>(unit)) =
-      hold_bytes(MemoryCategory::kScratch, num_bytes);
-  if (is_forward_) {
-    gathered_ = std::move(gathered);
-  }
-}
-
-void RankMemory::reshard(int64_t unit) {
-  unsharded_units_.at(static_cast<std::size_t>(unit)).reset();
-}
-
-void RankMemory::forward_ends() {
-  gathered_.reset();
-  is_forward_ = false;
-}
-
-// Gradients are reduced in float32 in every precision.
-void RankMemory::reduce_gradients(int64_t unit) {
-  if (dp_size_ == 1) {
-    return;
-  }
-  reshard(unit);
-  reduced_.reset();
-  const int64_t num_bytes = unit_elements(unit) * 4;
-  reduced_ = hold_bytes(MemoryCategory::kScratch, num_bytes);
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].unit == unit) {
-      parameter_buffers_[i].unsharded_gradient.reset();
-    }
-  }
-  communicate_data(reduced_staging_bytes(num_bytes), false);
-  // The gradients of a unit are views of one tensor in float32, or copies of them in half
-  // precision.
-  const bool is_copied = initial_bytes_ == 2 || has_split_weights_;
-  Buffer output = is_copied ? hold_bytes(MemoryCategory::kScratch, num_bytes / dp_size_) : Buffer();
-  std::vector<Buffer> gradients;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].unit == unit) {
-      gradients.push_back(hold_bytes(MemoryCategory::kGradients, local_bytes(i)));
-      if (!spec_.steps_in_backward) {
-        parameter_buffers_[i].gradient = gradients.back();
-      }
-    }
-  }
-  if (spec_.steps_in_backward) {
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (parameters_[i].unit == unit) {
-        step_temporaries(local_bytes(i));
-        parameter_buffers_[i].gradient.reset();
-      }
-    }
-  }
-  if (axis_size(spec_.mesh, "data_replicate") > 1) {  // until the end of the backward
-    if (is_copied) {
-      averaged_.push_back(std::move(output));
-    } else {
-      std::move(gradients.begin(), gradients.end(), std::back_inserter(averaged_));
-    }
-  }
-}
-
-void RankMemory::communicate(int64_t num_bytes) {
-  if (tp_size_ == 1) {
-    return;
-  }
-  const int64_t staging_bytes = to_pages(std::min(num_bytes, kMaxStagingBytes));
-  hold_staging(staging_, staging_bytes, staging_bytes);
-}
-
-// A model with a single unit gathers once and reduces once in a step, so that each message always
-// uses the same buffer.
-void RankMemory::communicate_data(int64_t num_bytes, bool is_gather) {
-  const int64_t staging_bytes = to_pages(std::min(num_bytes, kMaxStagingBytes));
-  const bool is_alone = unsharded_units_.size() == 1;
-  hold_staging(data_staging_,
-               is_alone && !is_gather ? 0 : staging_bytes,
-               is_alone && is_gather ? 0 : staging_bytes);
-}
-
-void RankMemory::communicate_once(int64_t num_bytes) {
-  hold_staging(staging_, to_pages(std::min(num_bytes, kMaxStagingBytes)), 0);
-}
-
-void RankMemory::hold_staging(Staging& staging, int64_t first_bytes, int64_t second_bytes) {
-  const int64_t min_bytes = (spec_.mesh.size() == 1 ? 1 : 3) * kPageBytes;
-  const int64_t max_bytes = spec_.mesh.size() == 1 ? min_bytes : kMaxStagingBytes;
-  const std::array<int64_t, 2> wanted = {
-      std::clamp(first_bytes, std::max(min_bytes, staging.num_bytes[0]), max_bytes),
-      std::clamp(second_bytes, std::max(min_bytes, staging.num_bytes[1]), max_bytes)};
-  if (wanted != staging.num_bytes) {
-    staging.buffer.reset();
-    staging.num_bytes = wanted;
-    staging.buffer = hold_bytes(MemoryCategory::kCommunication, wanted[0] + wanted[1]);
+  divisor.reset();
+  if (num_state_shards_ > 1) {
+    gather_stepped();
   }
 }
 

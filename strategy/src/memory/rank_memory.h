@@ -1,11 +1,13 @@
 #pragma once
 
+#include "gradient_buckets.h"
 #include "parameters.h"
 #include "timeline.h"
 
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -132,10 +134,16 @@ class RankMemory {
   void reshard(int64_t unit);
   void reduce_gradients(int64_t unit);
   void forward_ends();
-  void backward_ends() {
-    reduced_.reset();
-    averaged_.clear();
-  }
+  void backward_ends();
+  // Gathers all units of a stage at once, as FSDP2 does for a stage of a pipeline.
+  void unshard(const std::vector<int64_t>& units);
+  // Returns the FSDP2 units of a stage's layers.
+  [[nodiscard]] std::vector<int64_t> units_of(const StageLayers& stage) const;
+  // Sets whether gradients are complete after the next backward, so that the optimizer may step in
+  // it; at first, they are. In a pipeline, each stage has one backward for each micro-batch.
+  void set_completes_gradients(bool value) { completes_gradients_ = value; }
+  // Whether a forward frees a unit's parameters when it ends, and the backward gathers them again.
+  [[nodiscard]] bool reshards_after_forward() const { return spec_.zero_stage == 3; }
   // Whether FSDP2 gathers a unit while the backward of the unit after it computes: weft switches
   // this off on the CPU, which has no streams.
   [[nodiscard]] bool prefetches() const { return spec_.device == DeviceKind::kCuda; }
@@ -145,6 +153,9 @@ class RankMemory {
   // messages in a step is even: communicate_once() grows only that buffer.
   void communicate(int64_t num_bytes);
   void communicate_once(int64_t num_bytes);
+  // Holds the rings of shared memory through which this rank sends `num_bytes` to each of some
+  // peers of its pipeline.
+  void hold_rings(int64_t num_peers, int64_t num_bytes);
 
  private:
   struct ParameterBuffers {
@@ -160,6 +171,14 @@ class RankMemory {
   }
   // Returns the number of elements of a module's parameters that autocast casts.
   [[nodiscard]] int64_t num_cast_elements(const std::string& module) const;
+  // Whether backwards leave gradients unreduced, because a pipeline reduces them after its
+  // schedule.
+  [[nodiscard]] bool is_in_stages() const { return spec_.pipeline.has_value(); }
+  // Whether gradients of several micro-batches are added up.
+  [[nodiscard]] bool sums_gradients() const {
+    return spec_.micro_batches > 1 || (spec_.pipeline && spec_.pipeline->micro_batches > 1);
+  }
+  [[nodiscard]] int64_t unit_of(std::size_t idx) const;
   // Whether the states, and without a data_parallel axis the weights, are float32 in any format.
   [[nodiscard]] bool is_small(std::size_t idx) const;
   [[nodiscard]] bool is_split(std::size_t idx) const;
@@ -168,6 +187,8 @@ class RankMemory {
   [[nodiscard]] int64_t local_bytes(std::size_t idx) const {
     return local_elements(idx) * element_bytes(idx);
   }
+  // Returns the elements that this rank steps: with zero_stage 1, a flat shard.
+  [[nodiscard]] int64_t stepped_elements(std::size_t idx) const;
   [[nodiscard]] int64_t moment_bytes(std::size_t idx) const;    // of one of the optimizer's states
   [[nodiscard]] int64_t low_bits_bytes(std::size_t idx) const;  // of split weights
   [[nodiscard]] int64_t gathered_bytes(std::size_t idx) const;  // of one element
@@ -180,6 +201,8 @@ class RankMemory {
   Buffer step_temporaries(int64_t parameter_bytes);
   // Allocates a parameter's gradient, as autograd computes it for a micro-batch.
   Buffer new_gradient(std::size_t idx);
+  // Gathers the parameters of which data-parallel ranks have stepped flat shards.
+  void gather_stepped();
   // Keeps a gradient, or adds it to the sum of earlier micro-batches; then steps if the step is in
   // the backward and no other rank has a part of the gradient.
   void accumulate(std::size_t idx, Buffer gradient);
@@ -206,6 +229,7 @@ class RankMemory {
   Staging staging_;               // of the tensor-parallel group
   Staging data_staging_;          // of the data-parallel group
   Staging replica_staging_;       // of the ranks with the same shards
+  std::vector<Buffer> rings_;     // to the neighbours in the pipeline
   Buffer gathered_;               // the last unit, as it was gathered in the forward
   Buffer reduced_;                // the gradients of the last unit, as they were reduced
   std::vector<Buffer> averaged_;  // the reduced gradients, which FSDP2 averages over replicas
@@ -214,15 +238,16 @@ class RankMemory {
   Tape* recorded_ = nullptr;
   Tape* replayed_ = nullptr;
   int64_t tp_size_ = 1;
-  int64_t dp_size_ = 1;
+  int64_t dp_size_ = 1;           // ranks over which FSDP2 shards parameters
+  int64_t num_replicas_ = 1;      // ranks that average gradients which none of them shards
+  int64_t num_state_shards_ = 1;  // ranks that step flat shards
+  bool completes_gradients_ = true;
+  std::optional<GradientBuckets> buckets_;
   int64_t activation_bytes_ = 4;
   int64_t wide_bytes_ = 4;
   int64_t initial_bytes_ = 4;       // of an element of a parameter, before weights are split
   bool has_split_weights_ = false;  // since split_weights()
 };
-
-// Returns the size of an axis, 1 if the mesh does not have it.
-int64_t axis_size(const Mesh& mesh, std::string_view axis);
 
 // Return the number of tensors of a parameter's size that an optimizer keeps for the parameter, and
 // the bytes of its step count.

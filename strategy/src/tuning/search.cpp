@@ -1,127 +1,54 @@
 #include "weft/strategy/tuning/search.h"
 
 #include "../memory/parameters.h"
+#include "candidates.h"
 
 #include <algorithm>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <queue>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace weft::strategy {
 
 namespace {
 
-// The memory model predicts no larger batches.
-constexpr int64_t kMaxTokens = int64_t{1} << 22;
+using detail::Candidate;
+using detail::Candidates;
+using detail::candidates_of;
+using detail::most_blocks;
+using detail::step_options_of;
 
-struct Candidate {
-  TrainingSpec training;
-  StepTime time;
-};
-
-std::vector<int64_t> divisors_of(int64_t number) {
-  std::vector<int64_t> divisors;
-  for (int64_t each = 1; each <= number; ++each) {
-    if (number % each == 0) {
-      divisors.push_back(each);
-    }
-  }
-  return divisors;
-}
-
-// Returns the fixed size if it is one of the sizes, or all sizes if none is fixed.
-std::vector<int64_t> allowed(std::vector<int64_t> sizes, std::optional<int64_t> fixed) {
-  if (!fixed) {
-    return sizes;
-  }
-  const bool is_possible = std::find(sizes.begin(), sizes.end(), *fixed) != sizes.end();
-  return is_possible ? std::vector<int64_t>{*fixed} : std::vector<int64_t>{};
-}
-
-Mesh mesh_of(int64_t replicas, int64_t data, int64_t tensor) {
-  std::vector<Axis> axes;
-  for (const auto& [name, size] : {std::pair<std::string, int64_t>{"data_replicate", replicas},
-                                   {"data_parallel", data},
-                                   {"tensor_parallel", tensor}}) {
-    if (size > 1) {
-      axes.push_back({.name = name, .size = size});
-    }
-  }
-  return Mesh(std::move(axes));
-}
-
-// One MLP has no blocks to checkpoint.
-std::vector<Checkpointing> kinds_of(const LayoutSearch& search) {
-  const bool has_blocks = std::holds_alternative<DecoderModel>(search.training.model);
-  return has_blocks ? search.checkpointing : std::vector<Checkpointing>{Checkpointing::kNone};
-}
-
-// Adagrad does not step inside the backward.
-std::vector<bool> step_options_of(const LayoutSearch& search) {
-  std::vector<bool> options = search.steps_in_backward;
-  if (search.training.optimizer == OptimizerKind::kAdagrad) {
-    std::erase(options, true);
-  }
-  return options;
-}
-
-class Enumeration {
+// The candidates, the fastest first; and of equal ones, the first that was added.
+class Queue {
  public:
-  explicit Enumeration(const LayoutSearch& search) : search_(search) {
-    for (const int64_t tensor : allowed(divisors_of(search.num_devices), search.tensor)) {
-      add_meshes(tensor);
+  explicit Queue(std::vector<Candidate> candidates) : candidates_(std::move(candidates)) {
+    for (std::size_t i = 0; i < candidates_.size(); ++i) {
+      push(i);
     }
-    std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) {
-      return a.time.total() < b.time.total();
-    });
   }
 
-  std::vector<Candidate> candidates;  // the fastest first
-  std::vector<Rejection> rejections;
+  [[nodiscard]] bool empty() const { return order_.empty(); }
+  // Removes the first one, and returns its index.
+  std::size_t pop() {
+    const std::size_t idx = order_.top().second;
+    order_.pop();
+    return idx;
+  }
+  void push(std::size_t idx) { order_.emplace(candidates_[idx].time.total(), idx); }
+  Candidate& operator[](std::size_t idx) { return candidates_[idx]; }
 
  private:
-  void add_meshes(int64_t tensor) {
-    try {
-      TrainingSpec training = search_.training;
-      training.mesh = mesh_of(1, 1, tensor);
-      training.checkpointing = Checkpointing::kNone;
-      distinct_ranks(training);
-    } catch (const std::invalid_argument& error) {
-      rejections.push_back({.tensor = tensor, .reason = error.what()});
-      return;
-    }
-    const int64_t num_data = search_.num_devices / tensor;
-    for (const int64_t data : allowed(divisors_of(num_data), search_.data)) {
-      const int64_t replicas = num_data / data;
-      const bool is_wanted = !search_.replicas || *search_.replicas == replicas;
-      if (is_wanted && search_.global_sequences % num_data == 0) {
-        add_candidates(mesh_of(replicas, data, tensor), search_.global_sequences / num_data);
-      }
-    }
-  }
-
-  void add_candidates(const Mesh& mesh, int64_t sequences) {
-    for (const int64_t micro_batches : allowed(divisors_of(sequences), search_.micro_batches)) {
-      if (sequences / micro_batches > kMaxTokens / search_.training.tokens) {
-        continue;
-      }
-      for (const Checkpointing checkpointing : kinds_of(search_)) {
-        TrainingSpec training = search_.training;
-        training.mesh = mesh;
-        training.sequences = sequences / micro_batches;
-        training.micro_batches = micro_batches;
-        training.checkpointing = checkpointing;
-        training.steps_in_backward = false;
-        training.steps_by_rows = false;
-        const StepTime time = predict_step_time(training, search_.cluster);
-        candidates.push_back({.training = std::move(training), .time = time});
-      }
-    }
-  }
-
-  const LayoutSearch& search_;
+  using Entry = std::pair<double, std::size_t>;
+  std::vector<Candidate> candidates_;
+  std::priority_queue<Entry, std::vector<Entry>, std::greater<>> order_;
 };
 
-MemoryUsage largest_usage(const TrainingSpec& training) {
+// Returns the largest usage of a rank; or, if it is above `enough`, that of any rank above it.
+MemoryUsage largest_usage(const TrainingSpec& training, int64_t enough) {
   MemoryUsage largest;
   for (const RankClass& each : distinct_ranks(training)) {
     for (const PhaseMemory& phase : predict_memory(training, each.global_rank)) {
@@ -129,14 +56,57 @@ MemoryUsage largest_usage(const TrainingSpec& training) {
         largest = phase.at_peak;
       }
     }
+    if (largest.total() > enough) {
+      break;
+    }
   }
   return largest;
+}
+
+// Sets the least number of blocks with checkpoints that fit, and steps in the backward if none fits
+// without. Returns false if the training fits without checkpoints, or not with those of all blocks
+// but one.
+bool close_blocks(TrainingSpec& training, const LayoutSearch& search) {
+  const auto fits = [&](TrainingSpec& candidate, int64_t blocks) {
+    candidate.checkpointing = blocks == 0 ? Checkpointing::kNone : Checkpointing::kFull;
+    candidate.checkpointed_blocks = blocks == 0 ? std::nullopt : std::optional(blocks);
+    return largest_usage(candidate, search.memory_limit).total() <= search.memory_limit;
+  };
+  TrainingSpec candidate = training;
+  const std::vector<bool> step_options = step_options_of(search, training);
+  for (const bool steps_in_backward : step_options) {
+    candidate.steps_in_backward = steps_in_backward;
+    if (fits(candidate, 0)) {
+      return false;
+    }
+  }
+  for (const bool steps_in_backward : step_options) {
+    candidate.steps_in_backward = steps_in_backward;
+    int64_t least = most_blocks(training) - 1;
+    if (!fits(candidate, least)) {
+      continue;
+    }
+    int64_t too_few = 0;
+    while (too_few + 1 < least) {
+      const int64_t middle = (too_few + least) / 2;
+      (fits(candidate, middle) ? least : too_few) = middle;
+    }
+    candidate.checkpointing = Checkpointing::kFull;
+    candidate.checkpointed_blocks = least;
+    training = candidate;
+    return true;
+  }
+  return false;
 }
 
 // Returns fewer bytes than the parameters and optimizer states of the rank with the least.
 int64_t least_state_bytes(const TrainingSpec& training) {
   TrainingSpec one = training;
   one.mesh = Mesh();
+  one.pipeline = {};
+  one.zero_stage = 3;
+  one.micro_batches = 1;
+  one.sequences = 1;
   one.steps_in_backward = true;  // leaves the gradients out
   if (one.optimizer == OptimizerKind::kAdagrad) {
     one.optimizer = OptimizerKind::kSgdMomentum;  // which has one state, too, and may step there
@@ -145,6 +115,7 @@ int64_t least_state_bytes(const TrainingSpec& training) {
       training.precision == Precision::kHalfTrue ? training.precision : Precision::k32True;
   one.weights = WeightFormat::kLikePrecision;
   one.checkpointing = Checkpointing::kNone;
+  one.checkpointed_blocks = {};
   const bool has_other_weights = training.weights != WeightFormat::kLikePrecision;
   const ParameterCost cost = parameter_cost(one);
   const double bytes = static_cast<double>(cost.num_elements) * cost.bytes_per_element;
@@ -189,31 +160,51 @@ void check(const LayoutSearch& search) {
 
 LayoutSearchResult search_layouts(const LayoutSearch& search) {
   check(search);
-  Enumeration found(search);
+  Candidates found = candidates_of(search);
   if (found.candidates.empty()) {
     refuse(search, found.rejections);
   }
-  const std::vector<bool> step_options = step_options_of(search);
   LayoutSearchResult result;
   result.rejections = std::move(found.rejections);
-  result.num_candidates = static_cast<int64_t>(found.candidates.size());
-  for (Candidate& candidate : found.candidates) {
-    if (std::cmp_equal(result.layouts.size(), search.max_results)) {
-      break;
-    }
+  result.num_candidates =
+      std::count_if(found.candidates.begin(), found.candidates.end(), [](const auto& candidate) {
+        return !candidate.has_open_blocks;
+      });
+  Queue queue(std::move(found.candidates));
+  while (!queue.empty() && std::cmp_less(result.layouts.size(), search.max_results)) {
+    const std::size_t idx = queue.pop();
+    Candidate& candidate = queue[idx];
     const int64_t bound = least_state_bytes(candidate.training);
     const bool may_fit = bound <= search.memory_limit;
+    if (candidate.has_open_blocks) {
+      if (may_fit && close_blocks(candidate.training, search)) {
+        candidate.has_open_blocks = false;
+        candidate.time = least_step_time(candidate.training, search.cluster);
+        queue.push(idx);
+      }
+      continue;
+    }
     const bool may_be_smallest =
         result.layouts.empty() && (!result.smallest || bound < result.smallest->at_peak.total());
+    if (!candidate.is_simulated && (may_fit || may_be_smallest)) {
+      candidate.time = predict_step_time(candidate.training, search.cluster);
+      candidate.is_simulated = true;
+      queue.push(idx);
+      continue;
+    }
     bool fits = false;
-    for (const bool steps_in_backward : step_options) {
+    for (const bool steps_in_backward : step_options_of(search, candidate.training)) {
       if (fits || !(may_fit || may_be_smallest)) {
         break;
       }
       candidate.training.steps_in_backward = steps_in_backward;
-      FoundLayout layout = {.training = candidate.training,
-                            .time = candidate.time,
-                            .at_peak = largest_usage(candidate.training)};
+      const int64_t least = !result.layouts.empty() ? 0
+                            : result.smallest       ? result.smallest->at_peak.total()
+                                                    : std::numeric_limits<int64_t>::max();
+      FoundLayout layout = {
+          .training = candidate.training,
+          .time = candidate.time,
+          .at_peak = largest_usage(candidate.training, std::max(search.memory_limit, least))};
       fits = layout.at_peak.total() <= search.memory_limit;
       if (fits) {
         result.layouts.push_back(std::move(layout));
@@ -227,6 +218,43 @@ LayoutSearchResult search_layouts(const LayoutSearch& search) {
     result.smallest.reset();
   }
   return result;
+}
+
+std::vector<FoundLayout> search_front(const LayoutSearch& search) {
+  check(search);
+  Candidates found = candidates_of(search);
+  if (found.candidates.empty()) {
+    refuse(search, found.rejections);
+  }
+  std::vector<FoundLayout> front;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  Queue queue(std::move(found.candidates));
+  while (!queue.empty()) {
+    const std::size_t idx = queue.pop();
+    Candidate& candidate = queue[idx];
+    if (candidate.has_open_blocks || least_state_bytes(candidate.training) >= least) {
+      continue;
+    }
+    if (!candidate.is_simulated) {
+      candidate.time = predict_step_time(candidate.training, search.cluster);
+      candidate.is_simulated = true;
+      queue.push(idx);
+      continue;
+    }
+    for (const bool steps_in_backward : step_options_of(search, candidate.training)) {
+      candidate.training.steps_in_backward = steps_in_backward;
+      const MemoryUsage usage = largest_usage(candidate.training, least);
+      if (usage.total() >= least) {
+        continue;
+      }
+      least = usage.total();
+      if (!front.empty() && front.back().time.total() == candidate.time.total()) {
+        front.pop_back();  // as fast, with more bytes
+      }
+      front.push_back({.training = candidate.training, .time = candidate.time, .at_peak = usage});
+    }
+  }
+  return front;
 }
 
 }  // namespace weft::strategy

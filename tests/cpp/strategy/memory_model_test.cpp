@@ -214,10 +214,12 @@ TEST(MemoryModelErrors, NameTheInputAndTheRemedy) {
             "model.layers.0.self_attn.k_proj: num_kv_heads = 4 heads do not divide over 8 "
             "tensor-parallel ranks; use a tensor-parallel size that divides 4 or style "
             "'replicate'");
-  spec.mesh = Mesh({{"pipeline_parallel", 2}});
-  EXPECT_EQ(error_of([&] { return predict_memory(spec, 0).size(); }),
-            "memory: the mesh 'pipeline_parallel=2' has the axis 'pipeline_parallel', for which "
-            "there is no prediction; use data_replicate, data_parallel and tensor_parallel");
+  spec.mesh = Mesh({{"context_parallel", 2}});
+  EXPECT_EQ(
+      error_of([&] { return predict_memory(spec, 0).size(); }),
+      "memory: the mesh 'context_parallel=2' has the axis 'context_parallel', for which there "
+      "is no prediction; use pipeline_parallel, data_replicate, data_parallel and "
+      "tensor_parallel");
   spec.mesh = Mesh();
   spec.tokens = 0;
   EXPECT_EQ(error_of([&] { return predict_memory(spec, 0).size(); }),
@@ -276,6 +278,80 @@ TEST(MemoryModelErrors, NameTheInputAndTheRemedy) {
   EXPECT_EQ(error_of([&] { return predict_memory(mlp, 0).size(); }),
             "memory: one MLP has no blocks to checkpoint; leave checkpointing out, or set "
             "recompute in the plan's rule");
+}
+
+DecoderModel four_blocks() {
+  return {.dim = 64,
+          .hidden_dim = 192,
+          .num_layers = 4,
+          .num_heads = 8,
+          .num_kv_heads = 4,
+          .head_dim = 8,
+          .vocab_size = 128};
+}
+
+int64_t largest_peak(const TrainingSpec& spec, int64_t global_rank) {
+  int64_t most = 0;
+  for (const PhaseMemory& phase : predict_memory(spec, global_rank)) {
+    most = std::max(most, phase.at_peak.total());
+  }
+  return most;
+}
+
+TEST(MemoryModel, MoreMicroBatchesTakeNoMoreMemoryOnceThePipelineIsFull) {
+  TrainingSpec spec = {
+      .model = four_blocks(), .mesh = Mesh({{"pipeline_parallel", 2}}), .plan = {}, .tokens = 1024};
+  constexpr int64_t kIdBytes = 1025 * 8;  // of a sequence
+  const auto peak_of = [&](int64_t micro_batches, int64_t rank) {
+    spec.sequences = micro_batches;
+    spec.pipeline->micro_batches = micro_batches;
+    return largest_peak(spec, rank) - micro_batches * kIdBytes;
+  };
+  for (const int64_t rank : {0, 1}) {
+    spec.pipeline = {.first_blocks = {2}};
+    EXPECT_LT(peak_of(1, 0), peak_of(2, 0));  // in flight
+    EXPECT_EQ(peak_of(4, rank), peak_of(16, rank)) << rank;
+    spec.pipeline = {.first_blocks = {1, 2, 3}, .schedule = ScheduleKind::kInterleaved};
+    EXPECT_EQ(peak_of(8, rank), peak_of(16, rank)) << rank;
+    spec.pipeline = {.first_blocks = {2}, .schedule = ScheduleKind::kGpipe};
+    EXPECT_LT(peak_of(8, rank), peak_of(16, rank)) << rank;
+  }
+}
+
+TEST(MemoryModel, StagesHaveTheirParametersAndTheEndsSomeMore) {
+  TrainingSpec spec = {.model = four_blocks(),
+                       .mesh = Mesh({{"pipeline_parallel", 2}, {"tensor_parallel", 2}}),
+                       .plan = {},
+                       .sequences = 2,
+                       .tokens = 16};
+  spec.pipeline = {.first_blocks = {2}, .micro_batches = 2};
+  const auto parameters = [&](int64_t rank) {
+    return predict_memory(spec, rank).back().at_peak[MemoryCategory::kParameters];
+  };
+  TrainingSpec whole = spec;
+  whole.mesh = Mesh({{"tensor_parallel", 2}});
+  whole.pipeline = {};
+  const int64_t of_whole = predict_memory(whole, 0).back().at_peak[MemoryCategory::kParameters];
+  EXPECT_EQ(parameters(0) + parameters(2), of_whole);
+  EXPECT_EQ(parameters(2) - parameters(0), 64 * 4);  // the final norm
+  std::get<DecoderModel>(spec.model).is_tied = true;
+  EXPECT_EQ(parameters(2) - parameters(0), 64 * 4);  // with a copy of the embedding
+  const auto classes = distinct_ranks(spec);
+  ASSERT_EQ(classes.size(), 2U);
+  EXPECT_EQ(classes.back().global_rank, 2);
+  EXPECT_EQ(classes.back().num_ranks, 2);
+}
+
+TEST(MemoryModel, ReplicasCopyGradientsInBuckets) {
+  TrainingSpec spec = {.model = four_blocks(), .mesh = Mesh(), .plan = {}, .tokens = 16};
+  const int64_t alone = largest_peak(spec, 0);
+  const int64_t gradients = predict_memory(spec, 0).back().at_peak[MemoryCategory::kGradients];
+  spec.mesh = Mesh({{"data_replicate", 2}});
+  // All gradients are in one bucket, which is copied when the last one is complete.
+  EXPECT_GT(largest_peak(spec, 0), alone);
+  EXPECT_LE(largest_peak(spec, 0), alone + gradients + (int64_t{2} << 20));
+  spec.steps_in_backward = true;  // averages each gradient in place
+  EXPECT_LT(largest_peak(spec, 0), alone + (int64_t{2} << 20));
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "weft/strategy/memory_usage.h"
 #include "weft/strategy/mesh.h"
+#include "weft/strategy/pipeline/generate.h"
 #include "weft/strategy/plan.h"
 #include "weft/strategy/row_blocks.h"
 
@@ -82,18 +83,31 @@ enum class Checkpointing {
   kFull,       // the block's input
 };
 
+// The division of a decoder into stages of blocks. Stage s is on pipeline rank s % num_ranks. The
+// first stage also has the embedding, the last one the final norm and the output layer.
+struct PipelineSpec {
+  std::vector<int64_t> first_blocks;  // of each stage but the first, in ascending order
+  ScheduleKind schedule = ScheduleKind::kOneForwardOneBackward;  // without split backwards
+  int64_t micro_batches = 1;  // into which a batch is split as evenly as possible
+};
+
 // The training of a model on a mesh.
 //
-// Axes: the plan applies to tensor_parallel; data_parallel is FSDP2 with one unit for each block
-// and one for the rest; data_replicate holds replicas. pipeline_parallel and context_parallel above
-// 1 are not supported.
+// Axes: the plan applies to tensor_parallel; data_parallel is as zero_stage says; data_replicate
+// holds replicas; pipeline_parallel needs `pipeline`. context_parallel above 1 is not supported.
 struct TrainingSpec {
   ModelSpec model;
   Mesh mesh;
   std::optional<Plan> plan;   // nullopt: "auto"
   int64_t sequences = 1;      // number in the batch of one data-parallel rank
   int64_t tokens = 1;         // per sequence; a FeedForwardModel has sequences * tokens rows
-  int64_t micro_batches = 1;  // batches of a step, whose gradients are accumulated
+  int64_t micro_batches = 1;  // batches of a step, whose gradients are accumulated; 1 in a pipeline
+  // The data-parallel ranks shard: 0: nothing; 1: optimizer states; 2: also gradients, and
+  // parameters outside of a step's forward and backward; 3: parameters always. 2 and 3 are FSDP2
+  // with one unit for each block and one for the rest; in stages, with one for each layer, gathered
+  // while a stage computes.
+  int64_t zero_stage = 3;
+  std::optional<PipelineSpec> pipeline = {};
   Precision precision = Precision::k32True;
   OptimizerKind optimizer = OptimizerKind::kAdamW;
   StateFormat states = StateFormat::kLikeParameters;    // not with SGD without momentum, Adagrad
@@ -103,6 +117,7 @@ struct TrainingSpec {
   bool steps_by_rows = false;       // in addition, weights of fused MLPs some rows at a time
   bool has_deferred_init = true;    // false: each rank first holds the full parameters
   Checkpointing checkpointing = Checkpointing::kNone;
+  std::optional<int64_t> checkpointed_blocks = {};  // of each rank, the first ones; nullopt: all
   DeviceKind device = DeviceKind::kCpu;
 };
 
@@ -115,7 +130,8 @@ struct PhaseMemory {
 // optimizer already has its states. As in Lightning's Trainer, the gradients of the previous step
 // are dropped between the forward and the backward of the first micro-batch. With several
 // micro-batches, the phases are those of the last one, to whose gradients those of the earlier ones
-// are added.
+// are added. In a pipeline, a phase has the peak of all forwards, or of all backwards, of a step;
+// the last message that a rank has sent on a channel counts as in flight.
 //
 // Throws std::invalid_argument for sizes out of range, numbers of heads that the tensor-parallel
 // size does not divide, a plan that does not match the model (see Plan::resolve), a style or option

@@ -6,7 +6,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace weft::strategy {
@@ -14,7 +16,7 @@ namespace {
 
 LayoutSearch small_search(int64_t num_devices, int64_t memory_limit) {
   LayoutSearch search;
-  search.training.model = tuned_decoder();
+  search.training.model = tuned_decoder(4);
   search.training.tokens = 64;
   search.cluster = named_cluster("cpu");
   search.cluster.devices_per_host = 4;
@@ -35,34 +37,125 @@ int64_t peak_bytes(const TrainingSpec& training) {
   return most;
 }
 
-// Returns the seconds of all layouts that fit, by trying every triple of sizes.
+constexpr std::initializer_list<Checkpointing> kCheckpointing = {
+    Checkpointing::kNone, Checkpointing::kSelective, Checkpointing::kFull};
+
+std::vector<bool> step_options(const TrainingSpec& training) {
+  return training.zero_stage == 1 ? std::vector<bool>{false} : std::vector<bool>{false, true};
+}
+
+bool fits(TrainingSpec training, const LayoutSearch& search) {
+  for (const bool in_backward : step_options(training)) {
+    training.steps_in_backward = in_backward;
+    if (peak_bytes(training) <= search.memory_limit) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Adds the seconds of a training if it fits; and those with the fewest checkpoints that fit, of
+// `num_blocks` on a rank, if it does not fit without.
+void add_fitting(TrainingSpec training,
+                 int64_t num_blocks,
+                 const LayoutSearch& search,
+                 std::vector<double>& seconds) {
+  if (fits(training, search)) {
+    seconds.push_back(predict_step_time(training, search.cluster).total());
+  }
+  TrainingSpec without = training;
+  without.checkpointing = Checkpointing::kNone;
+  if (training.checkpointing != Checkpointing::kFull || fits(without, search)) {
+    return;
+  }
+  for (const bool in_backward : step_options(training)) {
+    training.steps_in_backward = in_backward;
+    for (int64_t blocks = 1; blocks < num_blocks; ++blocks) {
+      training.checkpointed_blocks = blocks;
+      if (peak_bytes(training) <= search.memory_limit) {
+        seconds.push_back(predict_step_time(training, search.cluster).total());
+        return;
+      }
+    }
+  }
+}
+
+// The same for a mesh without pipeline ranks, with each number of micro-batches.
+void add_accumulating(const TrainingSpec& training,
+                      int64_t num_data,
+                      const LayoutSearch& search,
+                      std::vector<double>& seconds) {
+  for (int64_t micro_batches = 1; micro_batches <= search.global_sequences; ++micro_batches) {
+    if (search.global_sequences % (num_data * micro_batches) == 0) {
+      TrainingSpec of_batches = training;
+      of_batches.sequences = search.global_sequences / num_data / micro_batches;
+      of_batches.micro_batches = micro_batches;
+      for (const Checkpointing checkpointing : kCheckpointing) {
+        of_batches.checkpointing = checkpointing;
+        add_fitting(of_batches, 4, search, seconds);
+      }
+    }
+  }
+}
+
+void add_pipelines(const TrainingSpec& training,
+                   int64_t num_data,
+                   const LayoutSearch& search,
+                   std::vector<double>& seconds) {
+  const int64_t num_ranks = training.mesh.size("pipeline_parallel");
+  const int64_t sequences = search.global_sequences / num_data;
+  for (const auto& [kind, stages_per_rank] :
+       {std::pair(ScheduleKind::kOneForwardOneBackward, int64_t{1}),
+        std::pair(ScheduleKind::kInterleaved, int64_t{2})}) {
+    for (int64_t micro_batches = 1; micro_batches <= sequences; ++micro_batches) {
+      if (sequences % micro_batches != 0 || num_ranks * stages_per_rank > 4) {
+        continue;
+      }
+      for (const Checkpointing checkpointing : kCheckpointing) {
+        TrainingSpec of_stages = training;
+        of_stages.mesh = Mesh({{"tensor_parallel", training.mesh.size("tensor_parallel")}});
+        of_stages.sequences = sequences / micro_batches;
+        of_stages.checkpointing = checkpointing;
+        TrainingSpec pipeline = training;
+        pipeline.sequences = sequences;
+        pipeline.checkpointing = checkpointing;
+        pipeline.pipeline = {
+            .first_blocks = even_stages(of_stages, search.cluster, num_ranks * stages_per_rank),
+            .schedule = kind,
+            .micro_batches = micro_batches};
+        const int64_t most = num_ranks == 1 ? 4 : num_ranks == 4 ? 1 : 2;
+        add_fitting(pipeline, most, search, seconds);
+      }
+    }
+  }
+}
+
+// Returns the seconds of all layouts that fit, by trying all sizes.
 std::vector<double> all_that_fit(const LayoutSearch& search) {
   std::vector<double> seconds;
-  for (int64_t replicas = 1; replicas <= search.num_devices; ++replicas) {
-    for (int64_t data = 1; data <= search.num_devices; ++data) {
-      for (const int64_t tensor : {1, 2, 4}) {  // four heads of keys
-        for (int64_t micro_batches = 1; micro_batches <= search.global_sequences; ++micro_batches) {
-          const int64_t num_batches = replicas * data * micro_batches;
-          if (replicas * data * tensor != search.num_devices ||
-              search.global_sequences % num_batches != 0) {
+  for (const int64_t pipeline : {1, 2, 3, 4}) {  // of four blocks
+    for (int64_t replicas = 1; replicas <= search.num_devices; ++replicas) {
+      for (int64_t data = 1; data <= search.num_devices; ++data) {
+        for (const int64_t tensor : {1, 2, 4}) {  // four heads of keys
+          const bool is_left_out = pipeline > 1 && replicas > 1;
+          if (pipeline * replicas * data * tensor != search.num_devices || is_left_out ||
+              search.global_sequences % (replicas * data) != 0) {
             continue;
           }
-          for (const Checkpointing checkpointing :
-               {Checkpointing::kNone, Checkpointing::kSelective, Checkpointing::kFull}) {
+          for (const int64_t zero_stage : {1, 2, 3}) {
+            if ((data == 1 && zero_stage < 3) || (pipeline > 1 && zero_stage == 2)) {
+              continue;
+            }
             TrainingSpec training = search.training;
-            training.mesh = Mesh({{"data_replicate", replicas},
+            training.zero_stage = zero_stage;
+            training.mesh = Mesh({{"pipeline_parallel", pipeline},
+                                  {"data_replicate", replicas},
                                   {"data_parallel", data},
                                   {"tensor_parallel", tensor}});
-            training.sequences = search.global_sequences / num_batches;
-            training.micro_batches = micro_batches;
-            training.checkpointing = checkpointing;
-            bool fits = false;
-            for (const bool in_backward : {false, true}) {
-              training.steps_in_backward = in_backward;
-              fits = fits || peak_bytes(training) <= search.memory_limit;
-            }
-            if (fits) {
-              seconds.push_back(predict_step_time(training, search.cluster).total());
+            if (pipeline == 1) {
+              add_accumulating(training, replicas * data, search, seconds);
+            } else {
+              add_pipelines(training, replicas * data, search, seconds);
             }
           }
         }
@@ -85,9 +178,32 @@ TEST(LayoutSearch, FindsWhatTryingAllLayoutsFinds) {
         EXPECT_DOUBLE_EQ(result.layouts[i].time.total(), wanted[i]);
         EXPECT_LE(result.layouts[i].at_peak.total(), memory_limit);
       }
-      EXPECT_EQ(result.num_candidates,
-                result.num_above_limit + static_cast<int64_t>(wanted.size()));
+      const auto num_with_all_or_none =
+          std::count_if(result.layouts.begin(), result.layouts.end(), [](const auto& layout) {
+            return !layout.training.checkpointed_blocks;
+          });
+      EXPECT_EQ(result.num_candidates, result.num_above_limit + num_with_all_or_none);
     }
+  }
+}
+
+TEST(LayoutSearch, TheFrontHasTheFastestLayoutForEachLimit) {
+  for (const int64_t num_devices : {1, 4}) {
+    LayoutSearch search = small_search(num_devices, 100'000'000);
+    const std::vector<FoundLayout> front = search_front(search);
+    search.max_results = 1;
+    search.divides_blocks = false;
+    int64_t limit = 100'000'000;
+    for (const FoundLayout& expected : front) {
+      search.memory_limit = limit;
+      const FoundLayout found = search_layouts(search).layouts.at(0);
+      EXPECT_EQ(found.time.total(), expected.time.total());
+      EXPECT_LE(expected.at_peak.total(), found.at_peak.total());
+      EXPECT_EQ(expected.at_peak.total(), peak_bytes(expected.training));
+      limit = expected.at_peak.total() - 1;
+    }
+    search.memory_limit = limit;
+    EXPECT_TRUE(search_layouts(search).layouts.empty());
   }
 }
 
@@ -119,7 +235,7 @@ TEST(LayoutSearch, StepsInTheBackwardOnlyWhereThatIsNeeded) {
 TEST(LayoutSearch, AdagradNeverStepsInTheBackward) {
   LayoutSearch search = small_search(2, 100'000'000);
   search.training.optimizer = OptimizerKind::kAdagrad;
-  for (const int64_t limit : {1000, 1'500'000, 100'000'000}) {
+  for (const int64_t limit : {1000, 2'500'000, 100'000'000}) {
     search.memory_limit = limit;
     const LayoutSearchResult result = search_layouts(search);
     EXPECT_EQ(result.layouts.empty(), limit == 1000);

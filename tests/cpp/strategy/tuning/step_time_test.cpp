@@ -6,6 +6,8 @@
 #include <gtest/gtest.h>
 
 #include <initializer_list>
+#include <variant>
+#include <vector>
 
 namespace weft::strategy {
 namespace {
@@ -185,8 +187,77 @@ TEST(StepTime, InvalidSpecsAreRefused) {
       error_of([] {
         return predict_step_time(decoder_training({{"pipeline_parallel", 2}}), only_products());
       }),
-      "memory: the mesh 'pipeline_parallel=2' has the axis 'pipeline_parallel', for which "
-      "there is no prediction; use data_replicate, data_parallel and tensor_parallel");
+      "memory: got the mesh 'pipeline_parallel=2' without stages; give both the axis "
+      "pipeline_parallel and the first blocks of stages, or none");
+}
+
+TEST(StepTime, ZeroStagesGatherAndReduceOtherBytes) {
+  Cluster cluster = only_products();
+  cluster.within_host.bytes_per_second = 1;
+  const double elements = 3 * kBlockElements + kRootElements;
+  TrainingSpec training = decoder_training({{"data_parallel", 4}});
+  // Three quarters of each float32 element are sent: for a gather and a reduction of all units.
+  training.zero_stage = 2;
+  StepTime time = predict_step_time(training, cluster);
+  EXPECT_NEAR(time.data_parallel, 3 * 2 * elements, 1e-3);
+  EXPECT_NEAR(time.sent_bytes, 3 * 2 * elements, 1e-3);
+  // For an all-reduce, which takes two, and a gather of the parameters.
+  training.zero_stage = 1;
+  time = predict_step_time(training, cluster);
+  EXPECT_NEAR(time.data_parallel, 3 * 3 * elements, 1e-3);
+  EXPECT_NEAR(time.sent_bytes, 3 * 3 * elements, 1e-3);
+  training.zero_stage = 0;
+  EXPECT_NEAR(predict_step_time(training, cluster).data_parallel, 3 * 2 * elements, 1e-3);
+}
+
+TEST(StepTime, FewerElementsAreSteppedWithShardedStates) {
+  Cluster cluster = only_products();
+  cluster.device.bytes_per_second = 1e3;
+  TrainingSpec training = decoder_training({{"data_parallel", 4}});
+  const double sharded = predict_step_time(training, cluster).optimizer;
+  training.zero_stage = 1;
+  EXPECT_DOUBLE_EQ(predict_step_time(training, cluster).optimizer, sharded);
+  training.zero_stage = 0;
+  EXPECT_DOUBLE_EQ(predict_step_time(training, cluster).optimizer, 4 * sharded);
+}
+
+TEST(StepTime, StagesWaitForThePipelineToFill) {
+  TrainingSpec training = decoder_training({{"pipeline_parallel", 2}}, 4);
+  training.sequences = 8;
+  training.pipeline = {.first_blocks = {2}, .micro_batches = 4};
+  // Stage 1, which has the output layer, computes without a pause after the first forward of stage
+  // 0, whose last backward follows.
+  const StepTime time = predict_step_time(training, only_products());
+  const double block = 3 * kBlockProducts + 3.5 * kAttention;
+  EXPECT_DOUBLE_EQ(time.compute, 4 * (2 * block + 3 * kHead));
+  EXPECT_DOUBLE_EQ(time.pipeline, 2 * block);
+  EXPECT_DOUBLE_EQ(time.model_flops, 4 * 3 * (4 * (kBlockProducts + kAttention) + kHead) / 2);
+  EXPECT_EQ(least_step_time(training, only_products()).total(), time.compute);
+  // A quarter of the micro-batches: as long in all, because each is four times as large.
+  training.pipeline->micro_batches = 1;
+  EXPECT_DOUBLE_EQ(predict_step_time(training, only_products()).pipeline, 4 * 2 * block);
+}
+
+TEST(StepTime, StagesSendTheirOutputsAndGradients) {
+  TrainingSpec training = decoder_training({{"pipeline_parallel", 2}}, 4);
+  training.pipeline = {.first_blocks = {2}, .micro_batches = 2};
+  Cluster cluster = only_products();
+  cluster.within_host.seconds_per_message = 1000;
+  const double at_once = predict_step_time(training, only_products()).total();
+  // The output of the first micro-batch, and the gradient of the last one, are waited for.
+  EXPECT_DOUBLE_EQ(predict_step_time(training, cluster).total(), at_once + 2 * 1000);
+  EXPECT_DOUBLE_EQ(predict_step_time(training, cluster).sent_bytes, kTokens * 64 * 4);
+}
+
+TEST(StepTime, EvenStagesCountTheOutputLayer) {
+  const TrainingSpec training = decoder_training({}, 8);
+  EXPECT_EQ(even_stages(training, only_products(), 1), std::vector<int64_t>{});
+  EXPECT_EQ(even_stages(training, only_products(), 4), (std::vector<int64_t>{2, 4, 6}));
+  TrainingSpec large = training;
+  std::get<DecoderModel>(large.model).vocab_size = 128 * 40;
+  const std::vector<int64_t> first_blocks = even_stages(large, only_products(), 2);
+  ASSERT_EQ(first_blocks.size(), 1U);
+  EXPECT_GT(first_blocks.front(), 4);
 }
 
 }  // namespace

@@ -6,6 +6,9 @@
 #include "weft/strategy/memory_model.h"
 #include "weft/strategy/tuning/cluster.h"
 
+#include <cstdint>
+#include <vector>
+
 namespace weft::strategy {
 
 // Seconds of a step of one rank, for all its micro-batches; and what the rank sends.
@@ -16,12 +19,14 @@ struct StepTime {
   double data_parallel = 0;    // collectives of data-parallel ranks and replicas, as far as the
                                // device waits for them
   double optimizer = 0;
-  double model_flops = 0;  // of the rank's share of the model: 6 per parameter and token, and
-                           // attention; without recomputation
+  double pipeline = 0;  // for which the rank waits for other stages, and for messages
+  // Of a rank's share of the model, in a pipeline on average: 6 per parameter and token, and
+  // attention; without recomputation.
+  double model_flops = 0;
   double sent_bytes = 0;
 
   [[nodiscard]] double total() const {
-    return compute + recomputation + tensor_parallel + data_parallel + optimizer;
+    return compute + recomputation + tensor_parallel + data_parallel + optimizer + pipeline;
   }
 };
 
@@ -34,7 +39,21 @@ struct StepTime {
 // gradients are reduced while the next computes; replicas average gradients then, too. Gradients
 // are reduced in the last micro-batch only, as the Trainer does.
 //
+// In a pipeline, the rank is the one that computes for the longest time, and the schedule is
+// simulated with the times of its stages (pipeline/simulate.h). Stages gather their parameters
+// before the schedule, and reduce gradients after it.
+//
 // Throws std::invalid_argument for an invalid spec, like predict_memory.
 StepTime predict_step_time(const TrainingSpec& spec, const Cluster& cluster);
+
+// Returns the same without a simulation: at most the predicted time, and `pipeline` is 0.
+StepTime least_step_time(const TrainingSpec& spec, const Cluster& cluster);
+
+// Returns the first blocks of `num_stages` stages, except the first stage, that minimize the time
+// of the slowest. `spec` is without a pipeline; its sequences are those of a micro-batch. Throws
+// std::invalid_argument for fewer blocks than stages.
+std::vector<int64_t> even_stages(const TrainingSpec& spec,
+                                 const Cluster& cluster,
+                                 int64_t num_stages);
 
 }  // namespace weft::strategy

@@ -1,0 +1,10 @@
+#pragma once
+
+#include "weft/strategy/memory_model.h"
+
+namespace weft::strategy::detail {
+
+// Throws std::invalid_argument for a training that predict_memory rejects.
+void check_training(const TrainingSpec& spec);
+
+}  // namespace weft::strategy::detail

@@ -1,0 +1,266 @@
+#include "candidates.h"
+
+#include "../memory/parameters.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <variant>
+
+namespace weft::strategy::detail {
+
+namespace {
+
+// The memory model predicts no larger batches.
+constexpr int64_t kMaxTokens = int64_t{1} << 22;
+
+std::vector<int64_t> divisors_of(int64_t number) {
+  std::vector<int64_t> divisors;
+  for (int64_t each = 1; each <= number; ++each) {
+    if (number % each == 0) {
+      divisors.push_back(each);
+    }
+  }
+  return divisors;
+}
+
+// Returns the fixed size if it is one of the sizes, or all sizes if none is fixed.
+std::vector<int64_t> allowed(std::vector<int64_t> sizes, std::optional<int64_t> fixed) {
+  if (!fixed) {
+    return sizes;
+  }
+  const bool is_possible = std::find(sizes.begin(), sizes.end(), *fixed) != sizes.end();
+  return is_possible ? std::vector<int64_t>{*fixed} : std::vector<int64_t>{};
+}
+
+Mesh mesh_of(int64_t pipeline, int64_t replicas, int64_t data, int64_t tensor) {
+  std::vector<Axis> axes;
+  for (const auto& [name, size] : {std::pair<std::string, int64_t>{"pipeline_parallel", pipeline},
+                                   {"data_replicate", replicas},
+                                   {"data_parallel", data},
+                                   {"tensor_parallel", tensor}}) {
+    if (size > 1) {
+      axes.push_back({.name = name, .size = size});
+    }
+  }
+  return Mesh(std::move(axes));
+}
+
+// One MLP has no blocks to checkpoint.
+std::vector<Checkpointing> kinds_of(const LayoutSearch& search) {
+  const bool has_blocks = std::holds_alternative<DecoderModel>(search.training.model);
+  return has_blocks ? search.checkpointing : std::vector<Checkpointing>{Checkpointing::kNone};
+}
+
+// Whether checkpoints of some blocks are tried.
+bool divides_blocks(const LayoutSearch& search) {
+  const std::vector<Checkpointing> kinds = kinds_of(search);
+  const auto has = [&](Checkpointing kind) {
+    return std::find(kinds.begin(), kinds.end(), kind) != kinds.end();
+  };
+  return search.divides_blocks && has(Checkpointing::kNone) && has(Checkpointing::kFull) &&
+         !search.training.checkpointed_blocks;
+}
+
+class Enumeration {
+ public:
+  explicit Enumeration(const LayoutSearch& search) : search_(search) {
+    const auto* decoder = std::get_if<DecoderModel>(&search.training.model);
+    const int64_t num_blocks = decoder == nullptr ? 1 : decoder->num_layers;
+    for (const int64_t tensor : allowed(divisors_of(search.num_devices), search.tensor)) {
+      if (!is_valid(tensor)) {
+        continue;
+      }
+      for (const int64_t pipeline :
+           allowed(divisors_of(search.num_devices / tensor), search.pipeline)) {
+        if (pipeline <= num_blocks) {
+          add_meshes(pipeline, tensor);
+        }
+      }
+    }
+  }
+
+  std::vector<Candidate> candidates;
+  std::vector<Rejection> rejections;
+
+ private:
+  bool is_valid(int64_t tensor) {
+    try {
+      TrainingSpec training = search_.training;
+      training.mesh = mesh_of(1, 1, 1, tensor);
+      training.pipeline = {};
+      training.zero_stage = 3;
+      training.checkpointing = Checkpointing::kNone;
+      training.checkpointed_blocks = {};
+      distinct_ranks(training);
+    } catch (const std::invalid_argument& error) {
+      rejections.push_back({.tensor = tensor, .reason = error.what()});
+      return false;
+    }
+    return true;
+  }
+
+  void add_meshes(int64_t pipeline, int64_t tensor) {
+    const int64_t num_data = search_.num_devices / tensor / pipeline;
+    for (const int64_t data : allowed(divisors_of(num_data), search_.data)) {
+      const int64_t replicas = num_data / data;
+      const bool is_wanted = search_.replicas ? *search_.replicas == replicas
+                                              : pipeline == 1 || replicas == 1 || search_.data;
+      if (!is_wanted || search_.global_sequences % num_data != 0) {
+        continue;
+      }
+      for (const int64_t zero_stage : zero_stages_of(pipeline, data)) {
+        TrainingSpec training = search_.training;
+        training.mesh = mesh_of(pipeline, replicas, data, tensor);
+        training.zero_stage = zero_stage;
+        training.steps_in_backward = false;
+        training.steps_by_rows = false;
+        training.pipeline = {};
+        const int64_t sequences = search_.global_sequences / num_data;
+        if (pipeline == 1) {
+          add_accumulating(training, sequences);
+        } else {
+          add_pipelines(training, sequences);
+        }
+      }
+    }
+  }
+
+  // Without data-parallel ranks, all stages are the same.
+  [[nodiscard]] std::vector<int64_t> zero_stages_of(int64_t pipeline, int64_t data) const {
+    std::vector<int64_t> stages = search_.zero_stages;
+    const auto has = [&](int64_t stage) {
+      return std::find(stages.begin(), stages.end(), stage) != stages.end();
+    };
+    if (data == 1) {
+      return {has(3) ? 3 : stages.front()};
+    }
+    if (pipeline > 1 && has(3)) {
+      std::erase(stages, 2);
+    }
+    const TrainingSpec& training = search_.training;
+    const bool is_low_precision = training.states != StateFormat::kLikeParameters ||
+                                  training.weights != WeightFormat::kLikePrecision;
+    const bool always_steps_in_backward = step_options_of(search_) == std::vector<bool>{true};
+    if (is_low_precision || always_steps_in_backward) {
+      std::erase(stages, 1);
+    }
+    return stages;
+  }
+
+  void add_accumulating(TrainingSpec& training, int64_t sequences) {
+    for (const int64_t micro_batches : allowed(divisors_of(sequences), search_.micro_batches)) {
+      training.sequences = sequences / micro_batches;
+      training.micro_batches = micro_batches;
+      if (training.sequences > kMaxTokens / training.tokens) {
+        continue;
+      }
+      for (const Checkpointing checkpointing : kinds_of(search_)) {
+        training.checkpointing = checkpointing;
+        add(training);
+      }
+    }
+  }
+
+  void add_pipelines(TrainingSpec& training, int64_t sequences) {
+    const auto& model = std::get<DecoderModel>(training.model);
+    const bool accumulates = search_.micro_batches && *search_.micro_batches > 1;
+    if (accumulates || sequences > kMaxTokens / training.tokens) {
+      return;
+    }
+    training.micro_batches = 1;
+    for (const auto& [schedule, stages_per_rank] : search_.schedules) {
+      const int64_t num_stages = training.mesh.size("pipeline_parallel") * stages_per_rank;
+      if (num_stages > model.num_layers) {
+        continue;
+      }
+      for (const int64_t micro_batches : divisors_of(sequences)) {
+        for (const Checkpointing checkpointing : kinds_of(search_)) {
+          training.checkpointing = checkpointing;
+          training.sequences = sequences / micro_batches;
+          training.pipeline = {};
+          training.pipeline = {.first_blocks = stages_of(training, num_stages),
+                               .schedule = schedule,
+                               .micro_batches = micro_batches};
+          training.sequences = sequences;
+          add(training);
+        }
+      }
+    }
+    training.pipeline = {};
+  }
+
+  // Returns even_stages() of a training of one micro-batch. They do not depend on the other axes.
+  std::vector<int64_t> stages_of(TrainingSpec training, int64_t num_stages) {
+    const int64_t tensor = axis_size(training.mesh, "tensor_parallel");
+    const auto [found, is_new] = stages_.try_emplace(
+        std::tuple(tensor, training.sequences, training.checkpointing, num_stages));
+    if (is_new) {
+      training.mesh = mesh_of(1, 1, 1, tensor);
+      found->second = even_stages(training, search_.cluster, num_stages);
+    }
+    return found->second;
+  }
+
+  void add(TrainingSpec training) {
+    if (training.checkpointing == Checkpointing::kNone) {
+      training.checkpointed_blocks = {};
+    }
+    candidates.push_back({.training = training,
+                          .time = least_step_time(training, search_.cluster),
+                          .is_simulated = !training.pipeline});
+    if (training.checkpointing == Checkpointing::kFull && divides_blocks_ &&
+        most_blocks(training) > 1) {
+      training.checkpointed_blocks = 1;
+      candidates.push_back({.training = training,
+                            .time = least_step_time(training, search_.cluster),
+                            .is_simulated = !training.pipeline,
+                            .has_open_blocks = true});
+    }
+  }
+
+  // By tensor-parallel ranks, sequences, checkpointing and stages.
+  std::map<std::tuple<int64_t, int64_t, Checkpointing, int64_t>, std::vector<int64_t>> stages_;
+  const LayoutSearch& search_;
+  bool divides_blocks_ = divides_blocks(search_);
+};
+
+}  // namespace
+
+Candidates candidates_of(const LayoutSearch& search) {
+  Enumeration found(search);
+  return {.candidates = std::move(found.candidates), .rejections = std::move(found.rejections)};
+}
+
+std::vector<bool> step_options_of(const LayoutSearch& search) {
+  std::vector<bool> options = search.steps_in_backward;
+  if (search.training.optimizer == OptimizerKind::kAdagrad) {
+    std::erase(options, true);
+  }
+  return options;
+}
+
+std::vector<bool> step_options_of(const LayoutSearch& search, const TrainingSpec& training) {
+  std::vector<bool> options = step_options_of(search);
+  if (training.zero_stage == 1 && axis_size(training.mesh, "data_parallel") > 1) {
+    std::erase(options, true);
+  }
+  return options;
+}
+
+int64_t most_blocks(const TrainingSpec& training) {
+  const auto& model = std::get<DecoderModel>(training.model);
+  const auto stages = stages_of(model, training);
+  const auto num_ranks = static_cast<std::size_t>(axis_size(training.mesh, "pipeline_parallel"));
+  std::vector<int64_t> blocks(num_ranks, 0);
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    blocks[i % num_ranks] += stages[i].last_block - stages[i].first_block;
+  }
+  return *std::max_element(blocks.begin(), blocks.end());
+}
+
+}  // namespace weft::strategy::detail
