@@ -62,6 +62,7 @@ RankMemory::RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& 
   unsharded_units_.resize(static_cast<std::size_t>(num_units));
   if (num_replicas_ > 1 && !spec.steps_in_backward) {
     std::vector<int64_t> gradient_bytes;
+    gradient_bytes.reserve(parameters_.size());
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       gradient_bytes.push_back(local_bytes(i));
     }

@@ -93,7 +93,7 @@ bool close_blocks(TrainingSpec& training, const LayoutSearch& search) {
     }
     candidate.checkpointing = Checkpointing::kFull;
     candidate.checkpointed_blocks = least;
-    training = candidate;
+    training = std::move(candidate);
     return true;
   }
   return false;
