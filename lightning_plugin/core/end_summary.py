@@ -24,8 +24,9 @@ _NUM_TIMES = 1000  # of the newest batches
 class EndSummary:
     """Measures the times from one batch to the next, and logs their median on the first rank.
 
-    The median leaves validations and checkpoints out. The peak is that of the rank with the most: on CUDA what torch
-    has allocated, on CPUs what `weft.memory` has counted, if it counts.
+    If gradients are accumulated, it is the median over steps of the mean time of a step's batches. The median leaves
+    validations and checkpoints out. The peak is that of the rank with the most: on CUDA what torch has allocated, on
+    CPUs what `weft.memory` has counted, if it counts.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -34,9 +35,11 @@ class EndSummary:
         self._last = 0.0
         self._seconds: deque[float] = deque(maxlen=_NUM_TIMES)
         self._rows = self._tokens = 0
+        self._batches_of_step = 1
 
-    def begin(self) -> None:
+    def begin(self, batches_of_step: int = 1) -> None:
         self._num_batches = 0
+        self._batches_of_step = batches_of_step
         self._seconds.clear()
 
     def batch_begins(self, batch: Any) -> None:
@@ -49,33 +52,40 @@ class EndSummary:
             self._rows, self._tokens = _rows_of(batch), _tokens_of(batch)
 
     def log(self) -> None:
-        """Log the line, if at least two batches were trained; collective."""
+        """Log the line, if at least one step and a batch were trained on each rank; collective."""
         from weft.strategy.reports.charts import number
 
         engine = self._engine
-        if not self._seconds:
+        times = list(self._seconds)
+        size = self._batches_of_step
+        steps = [sum(times[i : i + size]) / size for i in range(0, len(times) - size + 1, size)]
+        peak = self._largest_peak(has_times=bool(steps))
+        if peak is None:
             return
-        seconds = statistics.median(self._seconds)
+        seconds = statistics.median(steps)
         num_data = engine.data_axes.size
         counts = {"rows": self._rows, "tokens": self._tokens}
         speeds = [f"{number(num_data * count / seconds)} {name}/s" for name, count in counts.items() if count]
         text = f"weft: trained {self._num_batches} batches, the median in {seconds:.4g} s"
         text += f": {' and '.join(speeds)} of all ranks" if speeds else ""
-        peak = self._largest_peak()
-        text += f"; at most {peak[0] / 1e6:,.3f} MB at the peak, on rank {peak[1]}" if peak is not None else ""
+        text += f"; at most {peak[0] / 1e6:,.3f} MB at the peak, on rank {peak[1]}" if peak[0] >= 0 else ""
         engine.console.log(f"{text}.")
 
-    def _largest_peak(self) -> tuple[int, int] | None:
-        """Return the bytes and the global rank of the largest peak; None: it is not known; collective."""
+    def _largest_peak(self, has_times: bool) -> tuple[int, int] | None:
+        """Return the bytes (-1: not known) and the global rank of the largest peak; None: a rank has no times.
+
+        Collective.
+        """
         device = self._engine.device
         own = memory.peak(device) if device.type == "cuda" else memory.peak() if memory.is_tracking() else -1
-        sizes = torch.tensor([own], device=device)
-        gathered = [torch.empty_like(sizes) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, sizes)
-        peaks = [int(each) for each in gathered]
-        if min(peaks) < 0:
+        values = torch.tensor([own, int(has_times)], device=device)
+        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, values)
+        peaks, have_times = zip(*(each.tolist() for each in gathered), strict=True)
+        if not all(have_times):
             return None
-        return max(peaks), peaks.index(max(peaks))
+        largest = max(peaks) if min(peaks) >= 0 else -1
+        return largest, peaks.index(max(peaks))
 
 
 def _rows_of(batch: Any) -> int:

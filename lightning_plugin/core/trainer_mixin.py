@@ -239,7 +239,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         """Synchronize random states again: hooks since setup may have drawn numbers on some ranks only."""
         super().on_train_start()
         self._engine.broadcast_random_state()
-        self._engine.end_summary.begin()
+        self._engine.end_summary.begin(self.lightning_module.trainer.accumulate_grad_batches)
         self._saves_in_background = self._engine.options.async_save
         let_checkpoints_see_saves(self.lightning_module.trainer)
 

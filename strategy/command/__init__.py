@@ -96,7 +96,7 @@ def _add_dry_run(dry_run: Any, batch_help: str) -> None:
     dry_run.add_argument("--optimizer-state", help="float32 (default), bfloat16 or int8")
     dry_run.add_argument("--master-weights", help="float32 (default), split or split8")
     dry_run.add_argument("--optimizer-in-backward", nargs="?", const=True, choices=("rows",), help="without value: all")
-    dry_run.add_argument("--activation-checkpointing", help="none (default), selective or full")
+    dry_run.add_argument("--activation-checkpointing", help="none (default), selective, full or full:8")
     dry_run.add_argument("--sequence-parallel", action="store_true", default=None)
     dry_run.add_argument("--zero-stage", type=int, help="0 to 3 (default)")
 
@@ -173,7 +173,7 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument("--global-batch", type=int, metavar="SEQUENCES", help=batch_help)
     tune.add_argument("--fix", default="", metavar="SIZES", help="sizes that are not chosen: pp, rep, dp, tp, ...")
     tune.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (default 5)")
-    draw_help = "with --config: draw the fastest layout for each limit of memory; needs matplotlib"
+    draw_help = "with --config: draw the layouts that no other beats in both time and memory; needs matplotlib"
     tune.add_argument("--draw", metavar="SVG", help=draw_help)
     tune.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
     batch_help = "the batch of a rank if all ranks are data-parallel, or a function that makes it"

@@ -154,10 +154,10 @@ class TrainingSpec:
 
     `plan`: None for "auto". Each batch of a data-parallel rank has `sequences` sequences of `tokens` tokens.
     `precision`: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed". `optimizer`: "SGD", "SGD with momentum",
-    "Adam", "AdamW" or "Adagrad". `activation_checkpointing`: "none", "selective" or "full". `device`: "cpu" or "cuda".
-    `first_blocks`: of a pipeline, the first block of each stage but the first; `num_micro_batches` into which it splits
-    a batch. The other options are those of the Lightning strategies. ValueError: an unknown precision, optimizer, kind
-    of checkpointing, schedule or device.
+    "Adam", "AdamW" or "Adagrad". `activation_checkpointing`: "none", "selective", "full" or "full:8". `device`: "cpu"
+    or "cuda". `first_blocks`: of a pipeline, the first block of each stage but the first; `num_micro_batches` into
+    which it splits a batch. The other options are those of the Lightning strategies. ValueError: an unknown precision,
+    optimizer, kind of checkpointing, schedule or device.
     """
 
     def __init__(
@@ -269,12 +269,12 @@ def search_layouts(
 
     Returns {"layouts": the fastest first, "num_candidates", "num_above_limit": of those tried, "smallest": the layout
     with the least bytes if none fits, else None, "rejections": [(tensor-parallel size, why the model cannot be sharded
-    over it)], "front": with `finds_front`, the layouts that no other beats in both time and memory, whether they fit or
-    not, the fastest first; else []}. A layout is {"mesh", "sequences", "accumulate_grad_batches",
-    "activation_checkpointing", "optimizer_in_backward", "zero_stage", "first_blocks" ([] without a pipeline),
-    "pipeline_schedule", "num_micro_batches", "seconds": {"compute", "recomputation", "tensor_parallel",
-    "data_parallel", "optimizer", "pipeline"}, "model_flops" and "sent_bytes" of a rank, "bytes": {category: bytes} at
-    the peak of the rank with the most}.
+    over it)], "front": with `finds_front`, the layouts with checkpoints of all blocks or none that no other beats in
+    both time and memory, whether they fit or not, the fastest first; else []}. A layout is {"mesh", "sequences",
+    "accumulate_grad_batches", "activation_checkpointing", "optimizer_in_backward", "zero_stage", "first_blocks" ([]
+    without a pipeline), "pipeline_schedule", "num_micro_batches", "seconds": {"compute", "recomputation",
+    "tensor_parallel", "data_parallel", "optimizer", "pipeline"}, "model_flops" and "sent_bytes" of a rank, "bytes":
+    {category: bytes} at the peak of the rank with the most}.
 
     ValueError: a number below 1, or no layout is valid.
     """

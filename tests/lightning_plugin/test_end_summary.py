@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
 import torch
 from lightning_plugin.scripts.plugin_models import Model, loader, set_torchrun_environment, trainer
 
@@ -51,6 +54,22 @@ class _Engine:
         log = lines.append
 
     device = torch.device("cpu")
+
+
+@on_ranks(1)
+def test_accumulated_batches_count_by_steps(rank: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second batch ends a step, which takes longer."""
+    monkeypatch.setattr(_Engine.console, "lines", lines := [])
+    monkeypatch.setattr(_Engine.console, "log", lines.append)
+    now = itertools.accumulate(itertools.chain([0.0], itertools.cycle([1.0, 3.0])))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    summary = EndSummary(_Engine())  # type: ignore[arg-type]
+    summary.begin(2)
+    for _ in range(8):
+        summary.batch_begins(torch.zeros(4, 2))
+    summary.log()
+    [line] = lines
+    assert line.startswith("weft: trained 8 batches, the median in 2 s: 2 rows/s of all ranks")
 
 
 @on_ranks(1)

@@ -249,6 +249,7 @@ def test_note_lists_missing_predictions(tmp_path: Path) -> None:
         ({"model": TINY_GPT2, "layout": "tp2"}, "not predicted for model_type 'gpt2': the figures are"),
         ({"model": {**llama, "mlp_bias": True}, "mesh": {}}, "for model_type 'llama' with mlp_bias or attention_bias:"),
         ({"model": llama, "layout": "tp2", "plan": "huggingface"}, "not predicted for the plan 'huggingface':"),
+        ({"model": llama, **pipeline, "pipeline_cuts": ["model.layers.0"]}, "for a first stage without blocks:"),
         ({"model": llama, **pipeline, "pipeline_schedule": "zero_bubble"}, "for the schedule 'zero_bubble':"),
         (
             {"model": llama, **pipeline, "pipeline_cuts": ["model.norm"]},

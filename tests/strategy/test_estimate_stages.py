@@ -51,10 +51,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("pp2,dp2", {"pipeline_cuts": QUARTERS, "pipeline_schedule": "interleaved", "precision": "bf16-mixed"}),
     ("pp2,rep2", {"pipeline_cuts": HALVES, "num_micro_batches": 2, "precision": "bf16-mixed"}),
 ]
+TIED_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("pp2", {"pipeline_cuts": HALVES, "num_micro_batches": 4}),
+    ("pp2", {"pipeline_cuts": HALVES, "num_micro_batches": 2, "optimizer_in_backward": True}),
+    ("pp2,dp2", {"pipeline_cuts": HALVES, "num_micro_batches": 4}),
+]
+ALL_CASES = [*((False, *case) for case in CASES), *((True, *case) for case in TIED_CASES)]
 
 
 def llama() -> nn.Module:
     return language_model("llama", torch.float32, **LLAMA, use_cache=False)
+
+
+def tied_llama() -> nn.Module:
+    return language_model("llama", torch.float32, **LLAMA, use_cache=False, tie_word_embeddings=True)
 
 
 def tokens() -> dict[str, Tensor]:
@@ -65,19 +75,24 @@ def tokens() -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def dry_runs() -> list[DryRunEstimate]:
     """Return the dry run of each case, from one process."""
-    return estimate_all([Request(llama, layout, tokens, num_steps=2, **options) for layout, options in CASES])
+    requests = (
+        Request(tied_llama if is_tied else llama, layout, tokens, num_steps=2, **options)
+        for is_tied, layout, options in ALL_CASES
+    )
+    return estimate_all(list(requests))
 
 
-def _estimate(layout: str, options: dict[str, Any]) -> Estimate:
+def _estimate(layout: str, options: dict[str, Any], is_tied: bool = False) -> Estimate:
     batch = {"sequences": SEQUENCES, "tokens": TOKENS}
-    config = {"model": {"model_type": "llama", **LLAMA}, "layout": layout, "batch": batch, **options}
+    model = {"model_type": "llama", **LLAMA, "tie_word_embeddings": is_tied}
+    config = {"model": model, "layout": layout, "batch": batch, **options}
     return estimate_training(read_config(config, Path()))
 
 
-@pytest.mark.parametrize("idx", range(len(CASES)))
+@pytest.mark.parametrize("idx", range(len(ALL_CASES)))
 def test_configuration_predicts_what_dry_runs_count(dry_runs: list[DryRunEstimate], idx: int) -> None:
-    layout, options = CASES[idx]
-    found = _estimate(layout, options)
+    is_tied, layout, options = ALL_CASES[idx]
+    found = _estimate(layout, options, is_tied)
     assert not found.note and sum(each.num_ranks for each in found.ranks) == _plan_size(layout)
     for counted in dry_runs[idx].ranks:
         predicted = next(each for each in reversed(found.ranks) if each.rank <= counted.rank).phases

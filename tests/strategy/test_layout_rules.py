@@ -65,12 +65,13 @@ def test_few_samples_and_large_layers_need_tensor_parallelism() -> None:
     assert _best(_llama(32768, 2, 64, 32000), 8).layout == "tp8" and _stands_in_row("tp8", situation)
 
 
-@pytest.mark.parametrize(("rate", "layout"), [(4e10, "dp32"), (1e10, "dp16,tp2"), (3e9, "pp4,dp8")])
+@pytest.mark.parametrize(("rate", "layout"), [(4e10, "dp32"), (1e10, "pp4,dp4,tp2"), (3e9, "pp4,dp8")])
 def test_slow_networks_need_other_axes_between_hosts(rate: float, layout: str) -> None:
     situation = "adapter for each device" if layout == "dp32" else "slow network"
     assert _best(EIGHT_BILLION, 32, cluster=_network(rate)).layout == layout and _stands_in_row(layout, situation)
 
 
-def test_slow_networks_need_tensor_parallelism_without_pipelines() -> None:
-    best = _best(EIGHT_BILLION, 32, cluster=_network(3e9), fixed="pp=1")
-    assert best.layout == "dp4,tp8" and _stands_in_row("dp4,tp8", "slow network")
+@pytest.mark.parametrize(("rate", "layout"), [(1e10, "dp16,tp2"), (3e9, "dp4,tp8")])
+def test_slow_networks_need_tensor_parallelism_without_pipelines(rate: float, layout: str) -> None:
+    best = _best(EIGHT_BILLION, 32, cluster=_network(rate), fixed="pp=1")
+    assert best.layout == layout and _stands_in_row(layout, "slow network")

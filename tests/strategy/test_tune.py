@@ -150,7 +150,45 @@ def test_front_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().err.startswith("weft tune: --draw is for --config, and --module was given")
 
 
+def test_pipelines_have_no_replicas_unless_asked_for() -> None:
+    layouts = {each.layout for each in tune(8, fixed="pp=2", max_results=1000).layouts}
+    assert layouts and not any("rep" in layout for layout in layouts)
+    assert {each.layout for each in tune(8, fixed="pp=2,dp=2", max_results=1000).layouts} == {"pp2,dp2,tp2"}
+    replicated = tune(8, fixed="pp=2,rep=2,dp=2", max_results=1000).layouts
+    assert {each.layout for each in replicated} == {"pp2,rep2,dp2"}
+
+
+def test_checkpoints_of_some_blocks() -> None:
+    search: dict[str, Any] = {"fixed": "dp=4,zero=3,accumulate=1", "config": {**CONFIG, "optimizer_in_backward": False}}
+    everything = tune(**search, max_results=100).layouts
+    sizes = {each.activation_checkpointing: each.peak_bytes for each in everything}
+    assert set(sizes) == {"none", "selective", "full"}
+    found = tune(**search, memory=sizes["none"] - 1, max_results=100).layouts
+    kinds = [each.activation_checkpointing for each in found]
+    assert "full:1" in kinds and kinds.index("full:1") < kinds.index("full") and "none" not in kinds
+    kept = tune(config={**CONFIG, "activation_checkpointing": "full:2"}, max_results=1000).layouts
+    assert {each.activation_checkpointing for each in kept} == {"full:2"}
+    assert any(each.pipeline_cuts for each in kept)
+
+
+def test_recomputing_rules_leave_selective_checkpoints_out() -> None:
+    plan = {"model.layers.*.mlp": {"style": "column_row_mlp", "recompute": True}}
+    found = tune(config={**CONFIG, "plan": plan}, max_results=1000).layouts
+    assert "selective" not in {each.activation_checkpointing for each in found}
+    with pytest.raises(ValueError, match="a selective checkpoint would keep activations"):
+        tune(config={**CONFIG, "plan": plan, "activation_checkpointing": "selective"})
+
+
+def test_pipeline_of_the_file_does_not_matter(tmp_path: Path) -> None:
+    pipeline = {"layout": "pp3", "pipeline_cuts": ["model.layers.1", "model.layers.2"], "num_micro_batches": 4}
+    for name, config in (("plain", CONFIG), ("staged", {**CONFIG, **pipeline})):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    plain, staged = (tune_file(tmp_path / f"{name}.yaml", 2, cluster="cpu") for name in ("plain", "staged"))
+    assert plain == staged
+
+
 def test_zero_stages_are_kept() -> None:
+    assert {each.zero_stage for each in tune(fixed="dp=4,zero=0", max_results=100).layouts} == {0}
     assert {each.zero_stage for each in tune(config={**CONFIG, "zero_stage": 2}, max_results=100).layouts} == {2}
     assert {each.zero_stage for each in tune(fixed="dp=4", max_results=100).layouts} == {1, 2, 3}
 
@@ -210,6 +248,8 @@ def test_invalid_clusters_raise_errors(cluster: Any, message: str) -> None:
         ({"fixed": "cp=2"}, "got the fixed size 'cp=2'; give pp, rep, dp, tp, accumulate, zero"),
         ({"fixed": "tp=3"}, "no layout divides with the sizes that are fixed"),
         ({"global_sequences": 3, "fixed": "tp=1"}, "got 4 devices and 3 sequences"),
+        ({"fixed": "pp=4"}, r"at most as many ranks as the model has blocks"),
+        ({"fixed": "pp=2,accumulate=2"}, r"and accumulates nothing\)"),
         ({"config": {**CONFIG, "optimizer_in_backward": "rows"}}, "got optimizer_in_backward: rows"),
         ({"config": {**CONFIG, "model": {**LLAMA, "model_type": "gpt2"}}}, "predicted for llama, mistral, qwen2"),
     ],

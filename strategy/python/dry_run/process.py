@@ -140,7 +140,13 @@ class _Server:
             if operators is None:
                 operators = (MeasuredSeconds if is_measured else RooflineSeconds)(cluster)
                 self._operators[cluster.name] = operators
-            clock = StepClock(cluster, operators, request.num_ranks, request.sizes.tensor_parallel)
+            clock = StepClock(
+                cluster,
+                operators,
+                request.num_ranks,
+                request.sizes.tensor_parallel,
+                has_sharded_parameters=request.shards_parameters,
+            )
         return [predict(request, rank, self._temporaries, clock) for rank in request.ranks]
 
     def _batch(self, position: int) -> Any:

@@ -36,11 +36,20 @@ class StepClock:
     and the device waits for it when the optimizer steps. All of these share one link, one after another.
     """
 
-    def __init__(self, cluster: Cluster, operators: OperatorSeconds, num_ranks: int, tensor_size: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        operators: OperatorSeconds,
+        num_ranks: int,
+        tensor_size: int,
+        *,
+        has_sharded_parameters: bool = True,
+    ) -> None:
         self._cluster = cluster
         self._operators = operators
         self._slowdown = cluster.slowdown(num_ranks)
         self._tensor_size = tensor_size
+        self._has_sharded_parameters = has_sharded_parameters
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -85,7 +94,7 @@ class StepClock:
         if ranks[0] // self._tensor_size == ranks[-1] // self._tensor_size:
             self._advance("tensor_parallel", seconds)
         elif not self._cluster.overlaps:
-            is_of_fsdp = "gather" in name or "reduce_scatter" in name
+            is_of_fsdp = self._has_sharded_parameters and ("gather" in name or "reduce_scatter" in name)
             code = self._slowdown * self._operators.sharded_collective if is_of_fsdp else 0.0
             self._advance("data_parallel", seconds + code)
         elif "gather" in name:

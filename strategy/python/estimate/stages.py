@@ -39,5 +39,7 @@ def why_not_described(training: Training) -> str:
     assert training.pipeline.cuts is not None
     if training.pipeline.schedule == "zero_bubble":
         return "the schedule 'zero_bubble'"
+    if "model.layers.0" in training.pipeline.cuts:
+        return "a first stage without blocks"
     not_at_blocks = [cut for cut in training.pipeline.cuts if not _BLOCK.fullmatch(cut)]
     return f"a stage that begins at {not_at_blocks[0]!r}, which is not a block" if not_at_blocks else ""

@@ -45,12 +45,10 @@ class ModelState:
         num_parameters: elements of the model's parameters; tied parameters count once.
         usages: bytes of "parameters" (with buffers), "gradients" and "optimizer_state" on a data-parallel rank, by
             pipeline rank, then tensor-parallel rank.
-        stage_of: the stage of each layer, by its name; empty without a pipeline.
     """
 
     num_parameters: int
     usages: tuple[dict[str, int], ...]
-    stage_of: dict[str, int]
 
 
 def state_of_ranks(training: Training) -> ModelState:
@@ -81,7 +79,7 @@ def state_of_ranks(training: Training) -> ModelState:
         for tp_rank in range(tp_size):
             shards = _Shards(dims, tp_size, tp_rank, axis_size(training.mesh, "data_parallel"), trunk_parameters)
             usages.append(_usage(model, shards, costs))
-    return ModelState(num_parameters, tuple(usages), {} if layers is None else layers.stage_of)
+    return ModelState(num_parameters, tuple(usages))
 
 
 def with_chosen_cuts(training: Training) -> Training:

@@ -11,6 +11,8 @@ from weft.strategy.estimate.config import Training, load_file, read_config
 from weft.strategy.tuning.request import memory_limit_of, read_cluster, read_fixed
 from weft.strategy.tuning.result import FoundLayout, Tuning, layout_text
 
+# What a file says of the layout, which the search chooses.
+_CHOSEN = ("mesh", "layout", "pipeline_cuts", "pipeline_schedule", "num_micro_batches")
 _ZERO_STAGES = (3, 2, 1)  # replicas are another axis
 _CHECKPOINTING = ("none", "selective", "full")
 _NOT_PRINTED = ("precision", "optimizer", "empty_init")  # of the Trainer, of the model, and the default
@@ -29,7 +31,7 @@ def tune_file(path: str | Path, num_devices: int, **options: Any) -> Tuning:
     path = Path(path)
     config = load_file(path)
     if isinstance(config, Mapping):
-        config = {key: value for key, value in config.items() if key not in ("mesh", "layout")}
+        config = {key: value for key, value in config.items() if key not in _CHOSEN}
     return tune_training(read_config(config, path.parent, "tp1"), num_devices, **options)
 
 
@@ -54,7 +56,8 @@ def tune_training(
         memory: the most bytes of a device, such as "72GB"; None: nine tenths of a GPU's memory, or all of a CPU rank's.
         global_sequences: of a step, over all ranks; None: the batch's sequences times the devices.
         fixed: sizes that are not chosen, such as "tp=2".
-        finds_front: also find the layouts that no other beats in both time and memory.
+        finds_front: also find the layouts, with checkpoints of all blocks or none, that no other beats in both time and
+            memory.
 
     Raises:
         ValueError: an argument is not valid, the memory model does not describe the training, or no layout is possible.
@@ -62,8 +65,8 @@ def tune_training(
     plan = training.plan
     if training.model is None or isinstance(plan, str) or training.pipeline is not None:
         raise ValueError(
-            "tune: step times are predicted for llama, mistral, qwen2 and feed_forward without pipeline, with plan: "
-            "auto or rules; give such a configuration."
+            "tune: step times are predicted for llama, mistral, qwen2 and feed_forward with plan: auto or rules; give "
+            "such a configuration, without a pipeline of its own."
         )
     rates = read_cluster(cluster)
     limit = memory_limit_of(rates, memory)

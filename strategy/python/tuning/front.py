@@ -1,4 +1,4 @@
-"""Draws the layouts that no other beats in both time and memory."""
+"""Draws the layouts that no other beats in both time and memory; those with checkpoints of some blocks are left out."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def draw_front(found: Tuning, path: str | Path) -> None:
             layout = found.front[i]
             axes.annotate(layout.layout, (gigabytes[i], seconds[i]), xytext=(4, 4), textcoords="offset points")
         axes.set(xscale="log", yscale="log", xlabel="memory of a device (GB)", ylabel="predicted step (s)")
-        axes.set_title(f"{found.num_devices} devices of {found.cluster}: the fastest layout for each limit")
+        axes.set_title(f"{found.num_devices} devices of {found.cluster}, checkpoints of all blocks or none")
         axes.legend(frameon=False)
         figure.savefig(path, format="svg", metadata={"Date": None})

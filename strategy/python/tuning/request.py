@@ -128,7 +128,8 @@ def read_fixed(text: str) -> dict[str, int]:
     fixed = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"(\w+)\s*=\s*(\d+)", part)
-        if match is None or match[1] not in _FIXED or int(match[2]) < 1:
+        least = 0 if match is not None and match[1] == "zero" else 1
+        if match is None or match[1] not in _FIXED or int(match[2]) < least:
             raise ValueError(f"tune: got the fixed size {part!r}; give {', '.join(_FIXED)} with a number, as in tp=2.")
         fixed[_FIXED[match[1]]] = int(match[2])
     return fixed

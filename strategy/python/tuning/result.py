@@ -108,8 +108,8 @@ class Tuning:
         plan: the plan's text for a strategy's option, such as "auto".
         precision: that of the Trainer.
         options: further options of the strategy, which the search did not change.
-        front: the layouts that no other beats in both time and memory, whether they fit or not, the fastest first; ():
-            they were not asked for.
+        front: the layouts with checkpoints of all blocks or none that no other beats in both time and memory, whether
+            they fit or not, the fastest first; (): they were not asked for.
     """
 
     layouts: tuple[FoundLayout, ...]
@@ -155,9 +155,10 @@ class Tuning:
         assert self.smallest is not None
         found = self.smallest
         most = max(found.bytes, key=found.bytes.__getitem__)
-        further = [] if found.activation_checkpointing.startswith("full") else ["activation_checkpointing: full"]
+        further = [] if found.activation_checkpointing == "full" else ["activation_checkpointing: full"]
         activations = ", ".join([*further, "shorter sequences", "or more devices for tensor parallelism"])
-        further = [] if found.optimizer_in_backward else ["optimizer_in_backward: true"]
+        steps_after = found.optimizer_in_backward or (found.shards_data and found.zero_stage == 1)
+        further = [] if steps_after else ["optimizer_in_backward: true"]
         advice = {
             "parameters": "more devices, or precision bf16-true",
             "gradients": ", ".join([*further, "more devices", "or precision bf16-true"]),

@@ -36,7 +36,7 @@ DecoderPart::DecoderPart(RankMemory& memory,
 
 Buffer DecoderPart::forward(Buffer x) {
   if (stage_.has_embedding) {
-    if (is_whole()) {
+    if (is_full_model()) {
       memory_.unshard(0);
     }
     x = memory_.saved_wide(rows_ * model_.dim);
@@ -45,11 +45,11 @@ Buffer DecoderPart::forward(Buffer x) {
     }
   }
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
-    if (is_whole()) {
+    if (is_full_model()) {
       memory_.unshard(unit_of(i));
     }
     x = blocks_[i].forward(rows_, x);
-    if (is_whole() && memory_.reshards_after_forward() && i + 1 < blocks_.size()) {
+    if (is_full_model() && memory_.reshards_after_forward() && i + 1 < blocks_.size()) {
       memory_.reshard(unit_of(i));  // the backward begins with the last unit
     }
   }
@@ -77,21 +77,21 @@ Buffer DecoderPart::backward(Buffer grad) {
     grad = head_backward();
   }
   for (std::size_t i = blocks_.size(); i-- > 0;) {
-    if (is_whole()) {
+    if (is_full_model()) {
       memory_.unshard(unit_of(i));
       if (i > 0 && memory_.prefetches()) {
         memory_.unshard(unit_of(i - 1));
       }
     }
     grad = blocks_[i].backward(rows_, grad);
-    if (is_whole()) {
+    if (is_full_model()) {
       memory_.reduce_gradients(unit_of(i));
     }
   }
   if (stage_.has_embedding) {
     memory_.make_gradients("model.embed_tokens");
     tied_gradient_.reset();
-    if (is_whole()) {
+    if (is_full_model()) {
       memory_.reduce_gradients(0);
     }
     grad.reset();

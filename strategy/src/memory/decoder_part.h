@@ -28,9 +28,9 @@ class DecoderPart {
   [[nodiscard]] const char* head() const {
     return model_.is_tied ? "model.embed_tokens" : "lm_head";
   }
-  // Whether this is the whole model, whose units FSDP2 gathers and reduces one by one; a pipeline
+  // Whether this is the full model, whose units FSDP2 gathers and reduces one by one; a pipeline
   // does so for all units of a stage.
-  [[nodiscard]] bool is_whole() const { return stage_.has_embedding && stage_.has_head; }
+  [[nodiscard]] bool is_full_model() const { return stage_.has_embedding && stage_.has_head; }
   [[nodiscard]] bool is_tied_here() const { return model_.is_tied && stage_.has_embedding; }
   [[nodiscard]] int64_t unit_of(std::size_t idx) const {
     return stage_.first_block + static_cast<int64_t>(idx) + 1;

@@ -1,6 +1,7 @@
 #include "gradient_buckets.h"
 
 #include <algorithm>
+#include <map>
 
 namespace weft::strategy::detail {
 
@@ -12,16 +13,20 @@ constexpr std::size_t kMaxInFlight = 2;
 
 }  // namespace
 
-GradientBuckets::GradientBuckets(Timeline& timeline, const std::vector<int64_t>& num_bytes)
-    : timeline_(timeline), bucket_of_(num_bytes.size()) {
-  for (std::size_t i = num_bytes.size(); i-- > 0;) {
-    if (buckets_.empty() || buckets_.back().num_bytes + num_bytes[i] > kBucketBytes) {
+GradientBuckets::GradientBuckets(Timeline& timeline, const std::vector<Gradient>& gradients)
+    : timeline_(timeline), bucket_of_(gradients.size()) {
+  std::map<int64_t, std::size_t> open;  // by the bytes of an element
+  for (std::size_t i = gradients.size(); i-- > 0;) {
+    const auto [num_bytes, element_bytes] = gradients[i];
+    const auto found = open.find(element_bytes);
+    if (found == open.end() || buckets_[found->second].num_bytes + num_bytes > kBucketBytes) {
+      open[element_bytes] = buckets_.size();
       buckets_.emplace_back();
     }
-    Bucket& bucket = buckets_.back();
-    bucket.num_bytes += num_bytes[i];
+    bucket_of_[i] = open.at(element_bytes);
+    Bucket& bucket = buckets_[bucket_of_[i]];
+    bucket.num_bytes += num_bytes;
     ++bucket.num_parameters;
-    bucket_of_[i] = buckets_.size() - 1;
   }
   for (Bucket& bucket : buckets_) {
     bucket.num_pending = bucket.num_parameters;

@@ -8,13 +8,17 @@
 
 namespace weft::strategy::detail {
 
-// Simulates the memory in which replicas average gradients: copies in buckets of at most 25 MiB, in
-// the reverse order of the parameters (weft.strategy.data_parallel.GradientReducer). A gradient
-// that is alone in its bucket is not copied.
+// Simulates the memory in which replicas average gradients: copies in buckets of at most 25 MiB and
+// of one dtype, in the reverse order of the parameters (see GradientReducer in
+// weft.strategy.data_parallel). A gradient that is alone in its bucket is not copied.
 class GradientBuckets {
  public:
-  // `num_bytes`: of the gradient of each parameter, in the order of the model.
-  GradientBuckets(Timeline& timeline, const std::vector<int64_t>& num_bytes);
+  struct Gradient {
+    int64_t num_bytes = 0;
+    int64_t element_bytes = 4;
+  };
+  // `gradients`: of the parameters in the order of the model.
+  GradientBuckets(Timeline& timeline, const std::vector<Gradient>& gradients);
 
   // A gradient is complete. Buckets are copied in order, and a bucket is freed when the second
   // after it has been copied.

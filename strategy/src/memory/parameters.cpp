@@ -299,6 +299,13 @@ int64_t num_averaged_replicas(const TrainingSpec& spec) {
   return num_fsdp_shards(spec) > 1 ? 1 : data * axis_size(spec.mesh, "data_replicate");
 }
 
+int64_t residual_bytes(const TrainingSpec& spec) {
+  const bool gathers_in_half = spec.precision == Precision::kHalfMixed && num_fsdp_shards(spec) > 1;
+  const bool is_half = spec.precision == Precision::kHalfTrue ||
+                       spec.weights != WeightFormat::kLikePrecision || gathers_in_half;
+  return is_half ? 2 : 4;
+}
+
 std::vector<StageLayers> stages_of(const DecoderModel& model, const TrainingSpec& spec) {
   std::vector<StageLayers> stages = {{.last_block = model.num_layers}};
   if (spec.pipeline) {

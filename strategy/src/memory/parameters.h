@@ -47,6 +47,10 @@ int64_t num_fsdp_shards(const TrainingSpec& spec);
 // Returns the number of ranks that average gradients which none of them shards.
 int64_t num_averaged_replicas(const TrainingSpec& spec);
 
+// Returns the bytes of an element of the residual stream. Embeddings with split weights, or that
+// FSDP2 gathers in half precision, make it half precision.
+int64_t residual_bytes(const TrainingSpec& spec);
+
 // The layers of a stage of a decoder; without a pipeline, of the model.
 struct StageLayers {
   int64_t first_block = 0;

@@ -42,9 +42,16 @@ void RankMemory::hold_gradients_of_previous_step() {
 }
 
 void RankMemory::hold_staging_of_previous_step() {
-  if (buckets_) {
-    const int64_t staging_bytes = to_pages(std::min(buckets_->largest_bytes(), kMaxStagingBytes));
+  if (num_replicas_ > 1) {
+    int64_t most = buckets_ ? buckets_->largest_bytes() : 0;
+    for (std::size_t i = 0; i < parameters_.size() && !buckets_; ++i) {
+      most = std::max(most, local_bytes(i));
+    }
+    const int64_t staging_bytes = to_pages(std::min(most, kMaxStagingBytes));
     hold_staging(replica_staging_, staging_bytes, staging_bytes);
+    if (num_state_shards_ > 1 && num_state_shards_ < num_replicas_) {  // another group
+      hold_staging(data_staging_, staging_bytes, staging_bytes);
+    }
   }
   if (dp_size_ == 1) {
     return;
@@ -140,14 +147,14 @@ void RankMemory::reduce_gradients(int64_t unit) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (unit_of(i) == unit) {
       gradients.push_back(hold_bytes(MemoryCategory::kGradients, local_bytes(i)));
-      if (!spec_.steps_in_backward) {
+      if (!spec_.steps_in_backward || has_copy_elsewhere(i)) {
         parameter_buffers_[i].gradient = gradients.back();
       }
     }
   }
   if (spec_.steps_in_backward) {
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      if (unit_of(i) == unit) {
+      if (unit_of(i) == unit && !has_copy_elsewhere(i)) {
         step_temporaries(local_bytes(i));
         parameter_buffers_[i].gradient.reset();
       }
@@ -206,6 +213,23 @@ void RankMemory::communicate_data(int64_t num_bytes, bool is_gather) {
 
 void RankMemory::communicate_once(int64_t num_bytes) {
   hold_staging(staging_, to_pages(std::min(num_bytes, kMaxStagingBytes)), 0);
+}
+
+void RankMemory::sum_tied_gradients() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!has_copy_elsewhere(i)) {
+      continue;
+    }
+    {
+      const Buffer received = hold_bytes(MemoryCategory::kScratch, local_bytes(i));
+      const Buffer sent = hold_bytes(MemoryCategory::kScratch, local_bytes(i));
+      const Buffer sum = hold_bytes(MemoryCategory::kScratch, local_bytes(i));
+    }
+    if (spec_.steps_in_backward) {
+      step_temporaries(local_bytes(i));
+      parameter_buffers_[i].gradient.reset();
+    }
+  }
 }
 
 // The sizes of ops/collectives/core/shared_state.cpp.

@@ -46,13 +46,10 @@ RankMemory::RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& 
       num_replicas_(num_averaged_replicas(spec)),
       num_state_shards_(spec.zero_stage == 1 ? axis_size(spec.mesh, "data_parallel") : 1),
       activation_bytes_(spec.precision == Precision::k32True ? 4 : 2),
-      // Embeddings with split weights, or that FSDP2 gathers, make the residual stream bfloat16.
-      wide_bytes_(spec.precision == Precision::kHalfTrue ||
-                          spec.weights != WeightFormat::kLikePrecision || gathers_in_half()
-                      ? 2
-                      : 4),
+      wide_bytes_(residual_bytes(spec)),
       initial_bytes_(spec.precision == Precision::kHalfTrue ? 2 : 4) {
   const int64_t tp_rank = coordinate_on(spec.mesh, "tensor_parallel", global_rank);
+  has_embedding_ = coordinate_on(spec.mesh, "pipeline_parallel", global_rank) == 0;
   int64_t num_units = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     shapes_.push_back(tensor_parallel_shape(parameters_[i], tp_size_, tp_rank));
@@ -61,23 +58,40 @@ RankMemory::RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& 
   }
   unsharded_units_.resize(static_cast<std::size_t>(num_units));
   if (num_replicas_ > 1 && !spec.steps_in_backward) {
-    std::vector<int64_t> gradient_bytes;
-    gradient_bytes.reserve(parameters_.size());
+    const bool has_split = spec.weights != WeightFormat::kLikePrecision;
+    std::vector<GradientBuckets::Gradient> gradients;
+    gradients.reserve(parameters_.size());
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      gradient_bytes.push_back(local_bytes(i));
+      const int64_t element_bytes = has_split && is_split(i) ? 2 : initial_bytes_;
+      gradients.push_back(
+          {.num_bytes = local_elements(i) * element_bytes, .element_bytes = element_bytes});
     }
-    buckets_.emplace(timeline, gradient_bytes);
+    buckets_.emplace(timeline, gradients);
   }
 }
 
-// Without a pipeline, the root unit 0 has the embedding, the final norm and the output layer.
+// Without a pipeline, the root unit 0 has the embedding, the final norm and the output layer. In
+// stages, the final norm and the output layer are units of their own, also with a tied weight.
 int64_t RankMemory::unit_of(std::size_t idx) const {
   const Parameter& parameter = parameters_[idx];
   const auto* model = std::get_if<DecoderModel>(&spec_.model);
-  if (model == nullptr || parameter.layer <= model->num_layers) {
+  if (model == nullptr) {
     return parameter.layer;
   }
-  return !is_in_stages() ? 0 : parameter.layer + (parameter.module == "model.norm" ? 0 : 1);
+  const bool is_head = parameter.layer > model->num_layers || has_copy_elsewhere(idx);
+  if (!is_in_stages()) {
+    return is_head ? 0 : parameter.layer;
+  }
+  if (parameter.module == "model.norm") {
+    return model->num_layers + 1;
+  }
+  return is_head && !(parameter.layer == 0 && has_embedding_) ? model->num_layers + 2
+                                                              : parameter.layer;
+}
+
+bool RankMemory::has_copy_elsewhere(std::size_t idx) const {
+  const auto* model = std::get_if<DecoderModel>(&spec_.model);
+  return is_in_stages() && model != nullptr && model->is_tied && parameters_[idx].layer == 0;
 }
 
 std::vector<int64_t> RankMemory::units_of(const StageLayers& stage) const {
@@ -348,7 +362,8 @@ void RankMemory::accumulate(std::size_t idx, Buffer gradient) {
   if (buckets_ && !is_in_stages()) {
     buckets_->complete(idx);
   }
-  if (dp_size_ == 1 && spec_.steps_in_backward && completes_gradients_) {
+  if (dp_size_ == 1 && spec_.steps_in_backward && completes_gradients_ &&
+      !has_copy_elsewhere(idx)) {
     step_temporaries(local_bytes(idx));
     buffers.gradient.reset();
   }

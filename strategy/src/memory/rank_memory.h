@@ -153,6 +153,9 @@ class RankMemory {
   // messages in a step is even: communicate_once() grows only that buffer.
   void communicate(int64_t num_bytes);
   void communicate_once(int64_t num_bytes);
+  // Sums the gradients of a tied weight, of which two ranks of a pipeline have copies: each sends a
+  // copy of its gradient and adds up both. Then steps if the step is in the backward.
+  void sum_tied_gradients();
   // Holds the rings of shared memory through which this rank sends `num_bytes` to each of some
   // peers of its pipeline.
   void hold_rings(int64_t num_peers, int64_t num_bytes);
@@ -179,6 +182,8 @@ class RankMemory {
     return spec_.micro_batches > 1 || (spec_.pipeline && spec_.pipeline->micro_batches > 1);
   }
   [[nodiscard]] int64_t unit_of(std::size_t idx) const;
+  // Whether another stage has a copy of a parameter, so that this rank has a part of the gradient.
+  [[nodiscard]] bool has_copy_elsewhere(std::size_t idx) const;
   // Whether the states, and without a data_parallel axis the weights, are float32 in any format.
   [[nodiscard]] bool is_small(std::size_t idx) const;
   [[nodiscard]] bool is_split(std::size_t idx) const;
@@ -243,6 +248,7 @@ class RankMemory {
   int64_t num_state_shards_ = 1;  // ranks that step flat shards
   bool completes_gradients_ = true;
   std::optional<GradientBuckets> buckets_;
+  bool has_embedding_ = true;  // the first stage is on this rank
   int64_t activation_bytes_ = 4;
   int64_t wide_bytes_ = 4;
   int64_t initial_bytes_ = 4;       // of an element of a parameter, before weights are split

@@ -70,6 +70,7 @@ class StageRun {
         }
       }
     }
+    memory_.sum_tied_gradients();
   }
 
  private:

@@ -50,15 +50,23 @@ Mesh mesh_of(int64_t pipeline, int64_t replicas, int64_t data, int64_t tensor) {
   return Mesh(std::move(axes));
 }
 
-// One MLP has no blocks to checkpoint.
+// One MLP has no blocks to checkpoint. A selective checkpoint excludes rules with `recompute`.
 std::vector<Checkpointing> kinds_of(const LayoutSearch& search) {
-  const bool has_blocks = std::holds_alternative<DecoderModel>(search.training.model);
-  return has_blocks ? search.checkpointing : std::vector<Checkpointing>{Checkpointing::kNone};
+  if (!std::holds_alternative<DecoderModel>(search.training.model)) {
+    return {Checkpointing::kNone};
+  }
+  std::vector<Checkpointing> kinds = search.checkpointing;
+  const Styles styles = resolve_styles(search.training);
+  const bool recomputes = std::any_of(
+      styles.begin(), styles.end(), [](const auto& each) { return each.second.recompute; });
+  if (recomputes && kinds.size() > 1) {
+    std::erase(kinds, Checkpointing::kSelective);
+  }
+  return kinds;
 }
 
 // Whether checkpoints of some blocks are tried.
-bool divides_blocks(const LayoutSearch& search) {
-  const std::vector<Checkpointing> kinds = kinds_of(search);
+bool divides_blocks(const LayoutSearch& search, const std::vector<Checkpointing>& kinds) {
   const auto has = [&](Checkpointing kind) {
     return std::find(kinds.begin(), kinds.end(), kind) != kinds.end();
   };
@@ -75,6 +83,7 @@ class Enumeration {
       if (!is_valid(tensor)) {
         continue;
       }
+      has_valid_tensor_size = true;
       for (const int64_t pipeline :
            allowed(divisors_of(search.num_devices / tensor), search.pipeline)) {
         if (pipeline <= num_blocks) {
@@ -86,6 +95,7 @@ class Enumeration {
 
   std::vector<Candidate> candidates;
   std::vector<Rejection> rejections;
+  bool has_valid_tensor_size = false;
 
  private:
   bool is_valid(int64_t tensor) {
@@ -108,8 +118,8 @@ class Enumeration {
     const int64_t num_data = search_.num_devices / tensor / pipeline;
     for (const int64_t data : allowed(divisors_of(num_data), search_.data)) {
       const int64_t replicas = num_data / data;
-      const bool is_wanted = search_.replicas ? *search_.replicas == replicas
-                                              : pipeline == 1 || replicas == 1 || search_.data;
+      const bool is_wanted =
+          search_.replicas ? *search_.replicas == replicas : pipeline == 1 || replicas == 1;
       if (!is_wanted || search_.global_sequences % num_data != 0) {
         continue;
       }
@@ -159,7 +169,7 @@ class Enumeration {
       if (training.sequences > kMaxTokens / training.tokens) {
         continue;
       }
-      for (const Checkpointing checkpointing : kinds_of(search_)) {
+      for (const Checkpointing checkpointing : kinds_) {
         training.checkpointing = checkpointing;
         add(training);
       }
@@ -179,7 +189,7 @@ class Enumeration {
         continue;
       }
       for (const int64_t micro_batches : divisors_of(sequences)) {
-        for (const Checkpointing checkpointing : kinds_of(search_)) {
+        for (const Checkpointing checkpointing : kinds_) {
           training.checkpointing = checkpointing;
           training.sequences = sequences / micro_batches;
           training.pipeline = {};
@@ -201,6 +211,7 @@ class Enumeration {
         std::tuple(tensor, training.sequences, training.checkpointing, num_stages));
     if (is_new) {
       training.mesh = mesh_of(1, 1, 1, tensor);
+      training.checkpointed_blocks = {};  // of each rank, so that all blocks count alike
       found->second = even_stages(training, search_.cluster, num_stages);
     }
     return found->second;
@@ -226,14 +237,17 @@ class Enumeration {
   // By tensor-parallel ranks, sequences, checkpointing and stages.
   std::map<std::tuple<int64_t, int64_t, Checkpointing, int64_t>, std::vector<int64_t>> stages_;
   const LayoutSearch& search_;
-  bool divides_blocks_ = divides_blocks(search_);
+  std::vector<Checkpointing> kinds_ = kinds_of(search_);
+  bool divides_blocks_ = divides_blocks(search_, kinds_);
 };
 
 }  // namespace
 
 Candidates candidates_of(const LayoutSearch& search) {
   Enumeration found(search);
-  return {.candidates = std::move(found.candidates), .rejections = std::move(found.rejections)};
+  return {.candidates = std::move(found.candidates),
+          .rejections = std::move(found.rejections),
+          .has_valid_tensor_size = found.has_valid_tensor_size};
 }
 
 std::vector<bool> step_options_of(const LayoutSearch& search) {

@@ -17,6 +17,7 @@ struct Candidate {
 struct Candidates {
   std::vector<Candidate> candidates;
   std::vector<Rejection> rejections;
+  bool has_valid_tensor_size = false;
 };
 
 // Returns all candidates of a search in any order; none if no size is possible. Does not check the

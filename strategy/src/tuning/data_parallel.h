@@ -27,7 +27,7 @@ class DataParallel {
   [[nodiscard]] double gather_seconds(const Work& unit) const {
     return all_gather_seconds(data_group_, unit.elements * gathered_bytes_);
   }
-  // Of a backward, whose unit may still be gathered since the forward.
+  // Returns the time of a gather in a backward, whose unit may still be gathered since the forward.
   [[nodiscard]] double gather_again_seconds(const Work& unit) const {
     return gathers_again_ ? gather_seconds(unit) : 0;
   }
@@ -36,7 +36,7 @@ class DataParallel {
     return reduce_scatter_seconds(data_group_, num_bytes) +
            all_reduce_seconds(replica_group_, num_bytes / static_cast<double>(data_size_));
   }
-  // Of the parameters after a step, which nothing overlaps.
+  // Returns the time of the gather of parameters after a step, which nothing overlaps.
   [[nodiscard]] double gather_stepped_seconds(double num_elements) const {
     return all_gather_seconds(state_group_, num_elements * gradient_bytes_);
   }

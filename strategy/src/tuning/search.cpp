@@ -137,6 +137,12 @@ void check(const LayoutSearch& search) {
                                   "; give a number from 1");
     }
   }
+  if (search.zero_stages.empty() || search.checkpointing.empty() ||
+      search.steps_in_backward.empty()) {
+    throw std::invalid_argument(
+        "tune: got no values for the ZeRO stage, checkpointing or steps in the backward; give at "
+        "least one of each");
+  }
   if (step_options_of(search).empty()) {
     throw std::invalid_argument(
         "tune: Adagrad does not step inside the backward; use SGD, Adam or AdamW, or step after "
@@ -144,16 +150,17 @@ void check(const LayoutSearch& search) {
   }
 }
 
-[[noreturn]] void refuse(const LayoutSearch& search, const std::vector<Rejection>& rejections) {
-  if (!rejections.empty()) {
+[[noreturn]] void refuse(const LayoutSearch& search, const Candidates& found) {
+  if (!found.has_valid_tensor_size && !found.rejections.empty()) {
     throw std::invalid_argument("tune: no layout of " + std::to_string(search.num_devices) +
-                                " devices is valid: " + rejections.front().reason);
+                                " devices is valid: " + found.rejections.front().reason);
   }
   throw std::invalid_argument(
       "tune: got " + std::to_string(search.num_devices) + " devices and " +
       std::to_string(search.global_sequences) +
       " sequences for a step, which no layout divides with the sizes that are fixed; give a "
-      "multiple of the data-parallel ranks, or fix other sizes");
+      "multiple of the data-parallel ranks, or fix other sizes (a pipeline has at most as many "
+      "ranks as the model has blocks, and accumulates nothing)");
 }
 
 }  // namespace
@@ -162,7 +169,7 @@ LayoutSearchResult search_layouts(const LayoutSearch& search) {
   check(search);
   Candidates found = candidates_of(search);
   if (found.candidates.empty()) {
-    refuse(search, found.rejections);
+    refuse(search, found);
   }
   LayoutSearchResult result;
   result.rejections = std::move(found.rejections);
@@ -224,7 +231,7 @@ std::vector<FoundLayout> search_front(const LayoutSearch& search) {
   check(search);
   Candidates found = candidates_of(search);
   if (found.candidates.empty()) {
-    refuse(search, found.rejections);
+    refuse(search, found);
   }
   std::vector<FoundLayout> front;
   int64_t least = std::numeric_limits<int64_t>::max();

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -130,41 +131,38 @@ class Stages {
         stages_(detail::stages_of(model_, spec)),
         sizes_(detail::micro_batch_sizes(spec)),
         num_ranks_(axis_size(spec.mesh, "pipeline_parallel")),
-        rows_bytes_(static_cast<double>(spec.tokens * model_.dim) *
-                    (spec.precision == Precision::kHalfTrue ? 2 : 4)) {
+        row_bytes_(static_cast<double>(spec.tokens * model_.dim * detail::residual_bytes(spec))) {
     for (const int64_t size : sizes_) {
-      if (!work_.contains(size)) {
+      if (!layers_.contains(size)) {
         TrainingSpec of_size = spec;
         of_size.sequences = size;
-        const std::vector<Work> layers = detail::layers_of(of_size, cluster);
+        layers_[size] = detail::layers_of(of_size, cluster);
         for (const detail::StageLayers& stage : stages_) {
-          work_[size].push_back(detail::work_of(stage, model_, layers));
+          work_[size].push_back(detail::work_of(stage, model_, layers_[size]));
         }
       }
     }
-    const int64_t distance = spec.mesh.size() / num_ranks_;  // the outermost axis
-    link_ = group_of(cluster, num_ranks_, distance).link;
   }
 
-  // Returns the time of the rank that computes for the longest time; with `simulates`, `pipeline`
-  // is the time for which it waits.
+  // Returns the time of the rank that ends last; with `simulates`, `pipeline` has the time for
+  // which it waits. All ranks end the schedule together; then they reduce gradients and step.
   [[nodiscard]] StepTime step_time(bool simulates) const {
     const DataParallel collectives(spec_, cluster_);
-    StepTime busiest;
+    const double schedule_seconds = simulates ? simulated_seconds() : 0;
+    std::optional<StepTime> last;
     double model_flops = 0;
     for (int64_t rank = 0; rank < num_ranks_; ++rank) {
-      const StepTime time = time_of(rank, collectives);
+      StepTime time = time_of(rank, collectives);
       model_flops += time.model_flops / static_cast<double>(num_ranks_);
-      if (time.total() > busiest.total()) {
-        busiest = time;
+      const double busy = time.compute + time.recomputation + time.tensor_parallel;
+      time.pipeline += std::max(0.0, schedule_seconds - busy);
+      const bool is_busier = last && time.total() == last->total() && time.compute > last->compute;
+      if (!last || time.total() > last->total() || is_busier) {
+        last = time;
       }
     }
-    busiest.model_flops = model_flops;
-    if (simulates) {
-      const double busy = busiest.compute + busiest.recomputation + busiest.tensor_parallel;
-      busiest.pipeline = std::max(0.0, simulated_seconds() - busy);
-    }
-    return busiest;
+    last->model_flops = model_flops;
+    return *last;
   }
 
  private:
@@ -175,31 +173,68 @@ class Stages {
          i += static_cast<std::size_t>(num_ranks_)) {
       for (const int64_t size : sizes_) {
         add_work(time, work_.at(size)[i], 1);
-        const double num_bytes = rows_bytes_ * static_cast<double>(size);
+        const double num_bytes = row_bytes_ * static_cast<double>(size);
         time.sent_bytes +=
             (stages_[i].has_embedding ? 0 : num_bytes) + (stages_[i].has_head ? 0 : num_bytes);
       }
-      const Work& work = work_.at(sizes_.front())[i];
-      num_elements += work.elements;
-      // Stages gather before their first forward, and reduce after the last backward.
-      time.data_parallel += collectives.gather_seconds(work) + collectives.reduce_seconds(work);
-      time.sent_bytes += collectives.gather_bytes(work, true) + collectives.reduce_bytes(work);
+      num_elements += work_.at(sizes_.front())[i].elements;
+      // Layers are gathered before the first forward, and reduced after the last backward.
+      for (const Work& layer : layers_on(stages_[i])) {
+        time.data_parallel += collectives.gather_seconds(layer) + collectives.reduce_seconds(layer);
+        time.sent_bytes += collectives.gather_bytes(layer, true) + collectives.reduce_bytes(layer);
+      }
+    }
+    if (model_.is_tied && (rank == 0 || rank == num_ranks_ - 1)) {
+      // The ranks with the copies of the tied weight exchange its gradients.
+      const double num_bytes = layers_.at(sizes_.front()).front().elements * 4 /
+                               static_cast<double>(detail::num_fsdp_shards(spec_));
+      const LinkRates link = link_between(0, num_ranks_ - 1);
+      time.pipeline += link.seconds_per_message + num_bytes / link.bytes_per_second;
+      time.sent_bytes += num_bytes;
     }
     add_step(time, num_elements, collectives, spec_, cluster_);
     return time;
   }
 
+  [[nodiscard]] std::vector<Work> layers_on(const detail::StageLayers& stage) const {
+    const std::vector<Work>& layers = layers_.at(sizes_.front());
+    std::vector<Work> own;
+    if (stage.has_embedding) {
+      own.push_back(layers.front());
+    }
+    for (int64_t block = stage.first_block; block < stage.last_block; ++block) {
+      own.push_back(layers.at(static_cast<std::size_t>(block) + 1));
+    }
+    if (stage.has_head) {
+      own.push_back(layers.back());
+      if (model_.is_tied) {
+        own.push_back(layers.front());
+      }
+    }
+    return own;
+  }
+
+  // Returns the link of a device between two pipeline ranks: that within a host only if all devices
+  // of both ranks are on one. The pipeline axis is the outermost.
+  [[nodiscard]] LinkRates link_between(int64_t one, int64_t other) const {
+    const int64_t distance = spec_.mesh.size() / num_ranks_;
+    const int64_t first = std::min(one, other) * distance / cluster_.devices_per_host;
+    const int64_t last = ((std::max(one, other) + 1) * distance - 1) / cluster_.devices_per_host;
+    return first == last ? cluster_.within_host : cluster_.across_hosts;
+  }
+
   [[nodiscard]] double simulated_seconds() const {
     std::vector<StageCost> costs;
     for (std::size_t i = 0; i < stages_.size(); ++i) {
+      const auto rank = static_cast<int64_t>(i) % num_ranks_;
+      const LinkRates link = link_between(rank, (rank + 1) % num_ranks_);
       for (const int64_t size : sizes_) {
         const Work& work = work_.at(size)[i];
-        costs.push_back(
-            {.forward = work.forward_seconds(),
-             .backward_input = work.backward_seconds() / 2,
-             .backward_weight = work.backward_seconds() / 2,
-             .transfer = link_.seconds_per_message +
-                         rows_bytes_ * static_cast<double>(size) / link_.bytes_per_second});
+        const double num_bytes = row_bytes_ * static_cast<double>(size);
+        costs.push_back({.forward = work.forward_seconds(),
+                         .backward_input = work.backward_seconds() / 2,
+                         .backward_weight = work.backward_seconds() / 2,
+                         .transfer = link.seconds_per_message + num_bytes / link.bytes_per_second});
       }
     }
     const auto stages_per_rank = static_cast<int64_t>(stages_.size()) / num_ranks_;
@@ -216,9 +251,9 @@ class Stages {
   std::vector<detail::StageLayers> stages_;
   std::vector<int64_t> sizes_;  // sequences of each micro-batch
   int64_t num_ranks_;
-  double rows_bytes_;  // that cross a boundary for each sequence
-  LinkRates link_;
-  std::map<int64_t, std::vector<Work>> work_;  // by size, of each stage
+  double row_bytes_;                             // that cross a boundary for a sequence
+  std::map<int64_t, std::vector<Work>> layers_;  // by size, of the model
+  std::map<int64_t, std::vector<Work>> work_;    // by size, of each stage
 };
 
 StepTime step_time(const TrainingSpec& spec, const Cluster& cluster, bool simulates) {

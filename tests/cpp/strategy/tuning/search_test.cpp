@@ -207,6 +207,17 @@ TEST(LayoutSearch, TheFrontHasTheFastestLayoutForEachLimit) {
   }
 }
 
+TEST(LayoutSearch, FindsWhatTryingAllLayoutsOfATiedModelFinds) {
+  LayoutSearch search = small_search(4, 1'500'000);
+  std::get<DecoderModel>(search.training.model).is_tied = true;
+  const std::vector<double> wanted = all_that_fit(search);
+  const LayoutSearchResult result = search_layouts(search);
+  ASSERT_EQ(result.layouts.size(), wanted.size());
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    EXPECT_DOUBLE_EQ(result.layouts[i].time.total(), wanted[i]);
+  }
+}
+
 TEST(LayoutSearch, ReturnsTheSmallestLayoutIfNoneFits) {
   LayoutSearch search = small_search(4, 1000);
   const LayoutSearchResult none = search_layouts(search);
@@ -320,6 +331,10 @@ TEST(LayoutSearch, ImpossibleSearchesAreRefused) {
   EXPECT_TRUE(error_of([&] { return search_layouts(search); })
                   .starts_with("tune: no layout of 8 devices is valid: "
                                "model.layers.0.self_attn.k_proj: num_kv_heads = 4"));
+  search.zero_stages = {};
+  EXPECT_TRUE(error_of([&] {
+                return search_layouts(search);
+              }).starts_with("tune: got no values for the ZeRO stage"));
   search.num_devices = 0;
   EXPECT_EQ(error_of([&] { return search_layouts(search); }),
             "tune: got num_devices = 0; give a number from 1");

@@ -249,6 +249,43 @@ TEST(StepTime, StagesSendTheirOutputsAndGradients) {
   EXPECT_DOUBLE_EQ(predict_step_time(training, cluster).sent_bytes, kTokens * 64 * 4);
 }
 
+TEST(StepTime, StagesOnDifferentHostsUseTheLinkOfADevice) {
+  TrainingSpec training = decoder_training({{"pipeline_parallel", 2}, {"data_parallel", 2}}, 4);
+  training.zero_stage = 0;
+  training.pipeline = {.first_blocks = {2}, .micro_batches = 1};
+  Cluster cluster = only_products();
+  cluster.across_hosts.bytes_per_second = 1;
+  const double on_one_host = predict_step_time(training, cluster).pipeline;
+  cluster.devices_per_host = 2;
+  const double num_bytes = kTokens * 64 * 4;  // of the output, and of its gradient
+  EXPECT_DOUBLE_EQ(predict_step_time(training, cluster).pipeline, on_one_host + 2 * num_bytes);
+  // FSDP2 gathers bfloat16, and the stages send it.
+  training.precision = Precision::kHalfMixed;
+  const double full_sent = predict_step_time(training, only_products()).sent_bytes;
+  training.zero_stage = 3;
+  training.mesh = Mesh({{"pipeline_parallel", 2}});
+  const double float_message = predict_step_time(training, only_products()).sent_bytes;
+  EXPECT_DOUBLE_EQ(float_message, num_bytes);
+  EXPECT_GT(full_sent, float_message);
+}
+
+TEST(StepTime, StagesGatherAndReduceEachLayer) {
+  TrainingSpec training = decoder_training({{"pipeline_parallel", 2}, {"data_parallel", 2}}, 4);
+  training.pipeline = {.first_blocks = {1}, .micro_batches = 2};
+  Cluster cluster = only_products();
+  cluster.within_host.seconds_per_message = 1;
+  // The last stage has three blocks, and the final norm with the output layer.
+  EXPECT_DOUBLE_EQ(predict_step_time(training, cluster).data_parallel, 4 * (1 + 1));
+}
+
+TEST(StepTime, TiedWeightsExchangeGradients) {
+  TrainingSpec training = decoder_training({{"pipeline_parallel", 2}}, 4);
+  training.pipeline = {.first_blocks = {2}, .micro_batches = 2};
+  const double untied = predict_step_time(training, only_products()).sent_bytes;
+  std::get<DecoderModel>(training.model).is_tied = true;
+  EXPECT_DOUBLE_EQ(predict_step_time(training, only_products()).sent_bytes, untied + 64 * 128 * 4);
+}
+
 TEST(StepTime, EvenStagesCountTheOutputLayer) {
   const TrainingSpec training = decoder_training({}, 8);
   EXPECT_EQ(even_stages(training, only_products(), 1), std::vector<int64_t>{});

@@ -72,8 +72,8 @@ struct LayoutSearchResult {
 
 // Tries each number of pipeline ranks, replicas, data-parallel and tensor-parallel ranks with each
 // number of micro-batches, ZeRO stage and kind of checkpointing. Stages are divided so that the
-// slowest is as fast as possible. Pipelines have no replicas beside data-parallel ranks, unless
-// both sizes are fixed.
+// slowest is as fast as possible. Pipelines have no replicas, unless their
+// number is fixed.
 //
 // With checkpoints of some blocks, a bound of the time is that of one block; the least number of
 // blocks that fits is found by bisection, because each further one takes less memory.

@@ -20,8 +20,8 @@ struct StepTime {
                                // device waits for them
   double optimizer = 0;
   double pipeline = 0;  // for which the rank waits for other stages, and for messages
-  // Of a rank's share of the model, in a pipeline on average: 6 per parameter and token, and
-  // attention; without recomputation.
+  // The operations of a rank's share of the model, in a pipeline on average: 6 per parameter and
+  // token, and attention; without recomputation.
   double model_flops = 0;
   double sent_bytes = 0;
 
@@ -39,9 +39,9 @@ struct StepTime {
 // gradients are reduced while the next computes; replicas average gradients then, too. Gradients
 // are reduced in the last micro-batch only, as the Trainer does.
 //
-// In a pipeline, the rank is the one that computes for the longest time, and the schedule is
-// simulated with the times of its stages (pipeline/simulate.h). Stages gather their parameters
-// before the schedule, and reduce gradients after it.
+// In a pipeline, the rank is the one that ends last, and the schedule is simulated with the times
+// of its stages (pipeline/simulate.h). Layers gather their parameters before the schedule, and
+// reduce gradients after it. The pipeline axis is the outermost.
 //
 // Throws std::invalid_argument for an invalid spec, like predict_memory.
 StepTime predict_step_time(const TrainingSpec& spec, const Cluster& cluster);
