@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.strategy.tuning.result import Tuning
+from weft.strategy.tuning.result import FoundLayout, Tuning
 
 _MOST_LABELS = 12
 
@@ -38,9 +38,18 @@ def draw_front(found: Tuning, path: str | Path) -> None:
         axes.plot(gigabytes, seconds, "o", color="#219ebc")
         axes.axvline(found.memory_limit / 1e9, color="#8C8C8C", linestyle="--", label="limit")
         for i in range(0, len(found.front), -(-len(found.front) // _MOST_LABELS)):
-            layout = found.front[i]
-            axes.annotate(layout.layout, (gigabytes[i], seconds[i]), xytext=(4, 4), textcoords="offset points")
+            point = (gigabytes[i], seconds[i])
+            axes.annotate(_label(found.front[i]), point, xytext=(4, 4), textcoords="offset points")
         axes.set(xscale="log", yscale="log", xlabel="memory of a device (GB)", ylabel="predicted step (s)")
+        axes.margins(x=0.15)  # for the labels
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
         axes.set_title(f"{found.num_devices} devices of {found.cluster}, checkpoints of all blocks or none")
         axes.legend(frameon=False)
         figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def _label(layout: FoundLayout) -> str:
+    has_checkpoints = layout.activation_checkpointing != "none"
+    return f"{layout.layout}, {layout.activation_checkpointing}" if has_checkpoints else layout.layout
