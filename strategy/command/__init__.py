@@ -96,7 +96,7 @@ def _add_dry_run(dry_run: Any, batch_help: str) -> None:
     dry_run.add_argument("--optimizer-state", help="float32 (default), bfloat16 or int8")
     dry_run.add_argument("--master-weights", help="float32 (default), split or split8")
     dry_run.add_argument("--optimizer-in-backward", nargs="?", const=True, choices=("rows",), help="without value: all")
-    dry_run.add_argument("--activation-checkpointing", help="none (default), selective, full or full:8")
+    dry_run.add_argument("--activation-checkpointing", help="none (default), selective, full, full:8, ...")
     dry_run.add_argument("--sequence-parallel", action="store_true", default=None)
     dry_run.add_argument("--zero-stage", type=int, help="0 to 3 (default)")
 
@@ -171,7 +171,8 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument("--memory", help="the most bytes of a device, such as 72GB; by default 90 %% of a GPU's memory")
     batch_help = "sequences (or rows) of a step over all ranks; by default those of the batch for each device"
     tune.add_argument("--global-batch", type=int, metavar="SEQUENCES", help=batch_help)
-    tune.add_argument("--fix", default="", metavar="SIZES", help="sizes that are not chosen: pp, rep, dp, tp, ...")
+    fix_help = "sizes that are not chosen: rep, dp, tp, accumulate; with --config also pp and zero"
+    tune.add_argument("--fix", default="", metavar="SIZES", help=fix_help)
     tune.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (default 5)")
     draw_help = "with --config: draw the layouts that no other beats in both time and memory; needs matplotlib"
     tune.add_argument("--draw", metavar="SVG", help=draw_help)
@@ -197,13 +198,18 @@ def _tune(args: argparse.Namespace) -> int:
             tune = importlib.import_module("weft.strategy.tuning").tune_file
             search |= {"global_sequences": args.global_batch, "finds_front": args.draw is not None}
             result = tune(args.config, args.devices, **search)
-            if args.draw is not None:
-                importlib.import_module("weft.strategy.tuning").draw_front(result, args.draw)
-    except (ValueError, RuntimeError, ModuleNotFoundError, OSError) as error:
+    except (ValueError, RuntimeError) as error:
         text = str(error).removeprefix("tune: ").removeprefix("estimate: ")
         print(f"weft tune: {text}", file=sys.stderr)
         return 2
     print(json.dumps(result.to_dict(), indent=2) if args.json else result)
+    if args.draw is not None:
+        try:
+            importlib.import_module("weft.strategy.tuning").draw_front(result, args.draw)
+        except (ModuleNotFoundError, OSError) as error:
+            print(f"weft tune: {str(error).removeprefix('tune: ')}", file=sys.stderr)
+            return 2
+        print(f"drawn: {args.draw}", file=sys.stderr)
     return 0 if result.layouts else 1
 
 

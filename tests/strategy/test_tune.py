@@ -137,7 +137,9 @@ def test_yaml_of_a_pipeline_configures_a_strategy() -> None:
 def test_front_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "front.svg"
     assert _command(monkeypatch, tmp_path, "--devices", "4", "--json", "--draw", str(picture)) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert printed.err == f"drawn: {picture}\n"
     seconds, sizes = ([each[name] for each in found["front"]] for name in ("step_seconds", "peak_bytes"))
     assert seconds == sorted(seconds) and sizes == sorted(sizes, reverse=True) and len(sizes) > 2
     assert found["layouts"][0]["step_seconds"] == seconds[0]
@@ -145,6 +147,10 @@ def test_front_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert text.count("<svg") == 1 and found["front"][0]["layout"] in text and "limit" in text
     with pytest.raises(ValueError, match="there is nothing to draw"):
         draw_front(tune(), picture)
+    missing = str(tmp_path / "no" / "front.svg")
+    assert _command(monkeypatch, tmp_path, "--devices", "1", "--top", "1", "--draw", missing) == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith("1 devices of cpu") and "No such file or directory" in printed.err
     monkeypatch.setattr(sys, "argv", ["weft", "tune", "--module", "m:M", "--devices", "2", "--draw", "front.svg"])
     assert weft_command.main() == 2
     assert capsys.readouterr().err.startswith("weft tune: --draw is for --config, and --module was given")

@@ -45,11 +45,11 @@ def draw_front(found: Tuning, path: str | Path) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("{x:g}")
-        axes.set_title(f"{found.num_devices} devices of {found.cluster}, checkpoints of all blocks or none")
+        axes.set_title(f"{found.num_devices} devices of {found.cluster}, with checkpoints of all blocks or of none")
         axes.legend(frameon=False)
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def _label(layout: FoundLayout) -> str:
-    has_checkpoints = layout.activation_checkpointing != "none"
-    return f"{layout.layout}, {layout.activation_checkpointing}" if has_checkpoints else layout.layout
+    checkpoints = "" if layout.activation_checkpointing == "none" else f", {layout.activation_checkpointing}"
+    return f"{layout.layout}{checkpoints}{', in backward' if layout.optimizer_in_backward else ''}"

@@ -156,7 +156,7 @@ class Tuning:
         found = self.smallest
         most = max(found.bytes, key=found.bytes.__getitem__)
         further = [] if found.activation_checkpointing == "full" else ["activation_checkpointing: full"]
-        activations = ", ".join([*further, "shorter sequences", "or more devices for tensor parallelism"])
+        activations = ", ".join([*further, "smaller batches or shorter sequences", "or more devices"])
         steps_after = found.optimizer_in_backward or (found.shards_data and found.zero_stage == 1)
         further = [] if steps_after else ["optimizer_in_backward: true"]
         advice = {
