@@ -79,9 +79,9 @@ class EndSummary:
         device = self._engine.device
         own = memory.peak(device) if device.type == "cuda" else memory.peak() if memory.is_tracking() else -1
         values = torch.tensor([own, int(has_times)], device=device)
-        gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, values)
-        peaks, have_times = zip(*(each.tolist() for each in gathered), strict=True)
+        gathered = values.new_empty(dist.get_world_size() * values.numel())
+        dist.all_gather_into_tensor(gathered, values)
+        peaks, have_times = (column.tolist() for column in gathered.view(-1, 2).unbind(1))
         if not all(have_times):
             return None
         largest = max(peaks) if min(peaks) >= 0 else -1
