@@ -44,7 +44,7 @@ def test_line_has_speed_and_peak(rank: int, world_size: int, tmp_path: Path) -> 
 
 
 class _Engine:
-    """What the summary reads of an engine."""
+    """The attributes of an engine that the summary reads."""
 
     class data_axes:
         size = 1

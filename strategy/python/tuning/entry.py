@@ -11,7 +11,7 @@ from weft.strategy.estimate.config import Training, load_file, read_config
 from weft.strategy.tuning.request import memory_limit_of, read_cluster, read_fixed
 from weft.strategy.tuning.result import FoundLayout, Tuning, layout_text
 
-# What a file says of the layout, which the search chooses.
+# The search chooses the layout, and ignores these keys of a file.
 _CHOSEN = ("mesh", "layout", "pipeline_cuts", "pipeline_schedule", "num_micro_batches")
 _ZERO_STAGES = (3, 2, 1)  # replicas are another axis
 _CHECKPOINTING = ("none", "selective", "full")
