@@ -46,7 +46,8 @@ struct StepTime {
 // Throws std::invalid_argument for an invalid spec, like predict_memory.
 StepTime predict_step_time(const TrainingSpec& spec, const Cluster& cluster);
 
-// Returns the same without a simulation, so that `pipeline` has no waits: at most the predicted time.
+// Returns the same without a simulation, so that `pipeline` has no waits: at most the predicted
+// time.
 StepTime least_step_time(const TrainingSpec& spec, const Cluster& cluster);
 
 // Returns the first blocks of `num_stages` stages, except the first stage, that minimize the time
