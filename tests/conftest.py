@@ -15,6 +15,8 @@ if _TESTS_FOLDER not in sys.path:
 
 # oneDNN takes temporaries for bfloat16 products that depend on the processor's instructions; with these, bytes do not.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+# Searches for a layout keep no results, unless a test says where.
+os.environ["WEFT_CACHE_DIR"] = ""
 
 DEVICE_MARKS = {"cuda", "gpu", "cuda_runtime", "nccl"}
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from weft._plugin.dry_run_options import FirstBatch, memory_limit_of, options_of_training, unattached
+
 if TYPE_CHECKING:
     from weft._plugin.engine import Engine
     from weft._plugin.options import Options
     from weft._plugin.stock_strategies import StockTrainerStrategy
     from weft.strategy.planning.layout import MeshSizes
+    from weft.strategy.tuning.result import FoundLayout
 
 _GPUS = ("a100", "h100", "h200", "b200")  # clusters whose rates are known, by a part of the device's name
-_USABLE = 0.9  # of a GPU's memory: the rest is for fragments, workspaces of libraries and the context
 
 
 def check_options(owner: str, options: Options) -> None:
@@ -56,11 +57,11 @@ def check_options(owner: str, options: Options) -> None:
             raise ValueError(f"{owner} got memory_limit={options.memory_limit!r}: {error}") from None
 
 
-def choose_layout(engine: Engine, strategy: StockTrainerStrategy) -> MeshSizes:
-    """Return the sizes of the layout that trains the most rows per second, by prediction, and fits; collective.
+def choose_layout(engine: Engine, strategy: StockTrainerStrategy) -> tuple[MeshSizes, int]:
+    """Return (sizes, ZeRO stage) of the layout that fits and trains the most rows per second, by prediction.
 
-    Each data-parallel rank keeps the batch size of its loader. The process group must exist, the mesh must not. The
-    search must end within the group's timeout.
+    Collective. Each data-parallel rank keeps the batch size of its loader. The process group must exist, the mesh must
+    not. The search must end within the group's timeout.
 
     Raises:
         ValueError: the Trainer does not fit a model, no layout fits or is possible, or the module and its batch cannot
@@ -80,31 +81,29 @@ def choose_layout(engine: Engine, strategy: StockTrainerStrategy) -> MeshSizes:
     return found
 
 
-def _search(engine: Engine, strategy: StockTrainerStrategy) -> tuple[MeshSizes | type[Exception], str, int | None]:
-    """Return the sizes, a sentence and the bytes of a rank, or the type of an error, its text and None."""
+def _search(
+    engine: Engine, strategy: StockTrainerStrategy
+) -> tuple[tuple[MeshSizes, int] | type[Exception], str, int | None]:
+    """Return sizes with the stage, a sentence and the bytes of a rank, or the type of an error, its text and None."""
     from weft.strategy.planning.layout import Sizes
     from weft.strategy.tuning.modules import tune_module
+    from weft.strategy.tuning.result_cache import ResultCache
 
-    trainer, options = strategy.lightning_module.trainer, engine.options
+    trainer = strategy.lightning_module.trainer
+    cache = ResultCache.of_environment()
     num_ranks = strategy.num_processes * strategy.num_nodes
     try:
         found = tune_module(
-            strategy.lightning_module,
+            unattached(strategy.lightning_module),
             num_ranks,
-            batch=_FirstBatch(trainer.fit_loop._data_source.instance),
+            batch=FirstBatch(trainer.fit_loop._data_source.instance),
             cluster=_cluster_of(engine, strategy.num_processes),
-            memory=_memory_limit(engine, strategy.num_processes),
+            memory=memory_limit_of(engine, engine.options.memory_limit, strategy.num_processes),
             keeps_batch=True,
             fixed=f"accumulate={trainer.accumulate_grad_batches}",
-            plan=options.plan,
-            precision=str(engine.precision.precision),
-            zero_stage=options.sharding_stage,
-            sequence_parallel=options.sequence_parallel,
-            activation_checkpointing=options.activation_checkpointing,
-            optimizer_in_backward=options.optimizer_in_backward,
-            fused_optimizers=options.fused_optimizers,
-            optimizer_state=options.optimizer_state,
-            master_weights=options.master_weights,
+            max_results=2,
+            cache=cache,
+            **options_of_training(engine),
         )
     except Exception as error:  # an error that only rank 0 raises would leave the other ranks waiting
         kind = ValueError if isinstance(error, ValueError) else RuntimeError
@@ -113,35 +112,23 @@ def _search(engine: Engine, strategy: StockTrainerStrategy) -> tuple[MeshSizes |
     if not found.layouts:
         return ValueError, found.no_layout_fits(), None
     best = found.layouts[0]
-    next_best = f"; next {found.layouts[1].layout} with {found.layouts[1].throughput:.4g}" if found.layouts[1:] else ""
+    next_best = (
+        f"; next {_name_of(found.layouts[1])} with {found.layouts[1].throughput:.4g}" if found.layouts[1:] else ""
+    )
     text = (
-        f"layout='auto' chooses '{best.layout}' of {found.num_candidates} layouts: {best.throughput:.4g} rows/s "
+        f"layout='auto' chooses {_name_of(best)} of {found.num_candidates} variants: {best.throughput:.4g} rows/s "
         f"predicted with the rates of {found.cluster}{next_best}; {best.peak_bytes / 1e9:.4g} GB on a device of "
         f"{found.memory_limit / 1e9:.4g} GB."
     )
-    return Sizes.parse(best.layout).resolve(num_ranks, strategy.num_processes), text, best.peak_bytes
+    if cache is not None and cache.path_of_hit is not None:
+        text += f" This is the result of an earlier search, from {cache.path_of_hit}."
+    sizes = Sizes.parse(best.layout).resolve(num_ranks, strategy.num_processes)
+    return (sizes, best.zero_stage), text, best.peak_bytes
 
 
-class _FirstBatch:
-    """Makes the first batch of a loader, of a LightningDataModule or of a LightningModule, in the dry run's process."""
-
-    def __init__(self, source: Any) -> None:
-        if hasattr(source, "train_dataloader") and not isinstance(source, torch.nn.Module):
-            source = copy.copy(source)
-            source.trainer = None  # cannot be pickled; a LightningModule leaves its Trainer out
-        self._source = source
-
-    def __call__(self) -> Any:
-        loader = self._source
-        if hasattr(loader, "train_dataloader"):
-            loader.prepare_data()
-            loader.setup("fit")
-            loader = loader.train_dataloader()
-        if loader is None or isinstance(loader, (dict, list, tuple)) or hasattr(loader, "iterables"):
-            raise ValueError(
-                f"estimate: the batches come from a {type(loader).__name__}, and layout='auto' takes one DataLoader."
-            )
-        return next(iter(loader))
+def _name_of(found: FoundLayout) -> str:
+    is_named = found.shards_data and found.zero_stage != 3
+    return f"'{found.layout}' with zero_stage={found.zero_stage}" if is_named else f"'{found.layout}'"
 
 
 def _cluster_of(engine: Engine, devices_per_host: int) -> dict[str, Any]:
@@ -157,13 +144,3 @@ def _cluster_of(engine: Engine, devices_per_host: int) -> dict[str, Any]:
     name = torch.cuda.get_device_name(engine.device).lower()
     like = next((each for each in _GPUS if each in name), "h100")
     return {"like": like, "devices_per_host": devices_per_host}
-
-
-def _memory_limit(engine: Engine, devices_per_host: int) -> int | str:
-    if engine.options.memory_limit is not None:
-        return engine.options.memory_limit
-    if engine.device.type == "cpu":
-        from weft.strategy.tuning.request import host_bytes
-
-        return host_bytes() // devices_per_host
-    return int(torch.cuda.get_device_properties(engine.device).total_memory * _USABLE)

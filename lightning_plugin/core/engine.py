@@ -70,7 +70,7 @@ class Engine:
         plan: the plan that is applied; None: the user's code shards the model.
         stages: divides the model into the stages of a pipeline, if the options request it.
         batch_check: compares batches between the ranks of a tensor-parallel group.
-        chosen_sizes: with layout="auto", the sizes of the axes once they are chosen.
+        chosen_sizes, chosen_stage: with layout="auto", the sizes of the axes and the ZeRO stage once they are chosen.
         The other attributes are the arguments, and parts that their classes describe.
 
     Raises:
@@ -102,6 +102,7 @@ class Engine:
         self.end_summary = EndSummary(self)
         self._data_axes: DataAxes | None = None
         self.chosen_sizes: MeshSizes | None = None
+        self.chosen_stage: int | None = None
         self.predicted_bytes: int | None = None  # of a rank, by the search that chose the sizes
         if options.chooses_layout and owner == "fabric":
             raise ValueError(
@@ -118,6 +119,11 @@ class Engine:
     @property
     def device(self) -> torch.device:
         return self.strategy.root_device
+
+    @property
+    def sharding_stage(self) -> int:
+        """Return the ZeRO stage."""
+        return self.options.sharding_stage if self.chosen_stage is None else self.chosen_stage
 
     @property
     def precision(self) -> Any:

@@ -33,7 +33,7 @@ class StartSummary:
             return
         assert mesh.mesh_dim_names is not None and plan is not None
         sizes = ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        stage = f", zero_stage={engine.options.sharding_stage}" if engine.data_axes.size > 1 else ""
+        stage = f", zero_stage={engine.sharding_stage}" if engine.data_axes.size > 1 else ""
         unverified = ", without verification" if plan.verify == "never" else ""
         lines = [
             f"layout: {sizes}{stage}; plan: {plan.preset or 'rules'}{unverified}.",

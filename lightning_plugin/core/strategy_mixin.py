@@ -131,7 +131,7 @@ class StrategyMixin(StockStrategy):
             guard().print_errors_once(shared_under_torchrun(environment.local_rank(), environment.node_rank()))
         self._device_mesh, group = cached_mesh(self._device_mesh, sizes, options.has_stages)
         background.wait(raises=False)  # for a save of a run that an error has ended
-        engine.begin_run(DataAxes(self._device_mesh, group, options.sharding_stage))
+        engine.begin_run(DataAxes(self._device_mesh, group, engine.sharding_stage))
 
     def _set_sizes(self) -> None:
         """Set the sizes from which the stock strategy makes its mesh, if they are known."""

@@ -90,7 +90,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         super()._setup_distributed()
         engine = self._engine
         if engine.options.chooses_layout and engine.chosen_sizes is None:
-            engine.chosen_sizes = choose_layout(engine, self)
+            engine.chosen_sizes, engine.chosen_stage = choose_layout(engine, self)
             engine.check_devices()
             self._set_sizes()
 

@@ -171,7 +171,7 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument("--memory", help="the most bytes of a device, such as 72GB; by default 90 %% of a GPU's memory")
     batch_help = "sequences (or rows) of a step over all ranks; by default those of the batch for each device"
     tune.add_argument("--global-batch", type=int, metavar="SEQUENCES", help=batch_help)
-    fix_help = "sizes that are not chosen: rep, dp, tp, accumulate; with --config also pp and zero"
+    fix_help = "sizes that are not chosen: rep, dp, tp, zero, accumulate; with --config also pp"
     tune.add_argument("--fix", default="", metavar="SIZES", help=fix_help)
     tune.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (default 5)")
     draw_help = "with --config: draw the layouts that no other beats in both time and memory; needs matplotlib"

@@ -13,8 +13,8 @@ from lightning_plugin.test_dry_run import LitText, batch
 from torch.utils.data import DataLoader
 
 from support.ranks import on_ranks
-from weft._plugin.auto_layout import _FirstBatch
 from weft._plugin.console import Console
+from weft._plugin.dry_run_options import FirstBatch
 from weft.lightning import WeftModelParallelStrategy
 from weft.lightning_fabric import WeftModelParallelStrategy as FabricStrategy
 from weft.strategy.tuning import tune_module
@@ -63,27 +63,34 @@ def _fit(world_size: int, tmp_path: Path, data: Any, module: pl.LightningModule,
 
 
 @on_ranks(4, timeout=400)
-def test_trainer_chooses_a_layout(rank: int, world_size: int, tmp_path: Path) -> None:
+def test_trainer_chooses_a_layout(rank: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_torchrun_environment(rank, world_size)
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "cache"))
     lines: list[str] = []
-    log, Console.log = Console.log, lambda self, text: lines.append(text)  # type: ignore[method-assign]
-    try:
-        run = _fit(world_size, tmp_path, Data(tmp_path), Text())
-    finally:
-        Console.log = log  # type: ignore[method-assign]
+    monkeypatch.setattr(Console, "log", lambda self, text: lines.append(text))
+    run = _fit(world_size, tmp_path, Data(tmp_path), Text())
     mesh = run.strategy.device_mesh
     assert mesh.size() == world_size and run.global_step == NUM_STEPS
     [said] = [line for line in lines if "layout='auto' chooses" in line]
     sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
     short = {"data_replicate": "rep", "data_parallel": "dp", "tensor_parallel": "tp"}
     chosen = ",".join(f"{short[name]}{size}" for name, size in sizes.items() if size > 1)
-    assert f"chooses '{chosen}' of 6 layouts: " in said and "rows/s predicted with the rates of cpu; next " in said
+    stage = run.strategy._engine.sharding_stage
+    name = f"'{chosen}' with zero_stage={stage}" if stage != 3 else f"'{chosen}'"
+    assert f"chooses {name} of 12 variants: " in said and "rows/s predicted with the rates of cpu; next " in said
+    assert "earlier search" not in said
     with pytest.raises(ValueError, match="got layout='auto', which fit chooses; pass a layout to validate"):
         other = trainer(world_size, WeftModelParallelStrategy(plan="auto", layout="auto"), tmp_path)
         other.validate(Validated(), Data(tmp_path))
     run.fit_loop.max_epochs = 2
     run.fit(run.lightning_module, Data(tmp_path))  # keeps the layout
     assert run.strategy.device_mesh is mesh and run.global_step == 2 * NUM_STEPS
+    lines.clear()
+    again = _fit(world_size, tmp_path, Data(tmp_path), Text())
+    [said_again] = [line for line in lines if "layout='auto' chooses" in line]
+    [path] = (tmp_path / "cache" / "layouts").iterdir()
+    assert said_again == f"{said} This is the result of an earlier search, from {path}."
+    assert tuple(again.strategy.device_mesh.shape) == tuple(mesh.shape)
 
 
 @pytest.fixture(scope="module")
@@ -104,14 +111,14 @@ def test_memory_decides_and_nothing_fits(rank: int, world_size: int, tmp_path: P
     message = rf"got layout='auto': No layout fits into 0.001 GB: the least is 0\.0\d+ GB, with layout {least[0]}"
     with pytest.raises(ValueError, match=message):
         _fit(world_size, tmp_path, loader, Text(), memory_limit="1MB")
-    with pytest.raises(ValueError, match="the batches come from a dict, and layout='auto' takes one DataLoader"):
+    with pytest.raises(ValueError, match="the batches come from a dict; pass one DataLoader"):
         _fit(world_size, tmp_path, {"a": loader, "b": loader}, Text())
 
 
 def test_first_batch_leaves_the_data_module_alone(tmp_path: Path) -> None:
     data = Data(tmp_path)
     data.trainer = object()
-    assert torch.equal(_FirstBatch(data)(), batch())
+    assert torch.equal(FirstBatch(data)(), batch())
     assert not hasattr(data, "batches") and data.trainer is not None
 
 

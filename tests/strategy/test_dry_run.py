@@ -95,6 +95,25 @@ def rows() -> Tensor:
     return torch.ones(3, 4)
 
 
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embed(ids).sum()
+
+
+def many_ids() -> Tensor:
+    return torch.zeros(1 << 18, dtype=torch.int64)
+
+
+def test_many_token_ids_have_no_values() -> None:
+    """The kernel of a sharded embedding reads their smallest and largest."""
+    found = estimate_module(Embeds, "tp2", batch=many_ids, plan={"embed": "vocab_embedding"}, num_steps=1)
+    assert found.phases["forward"]["saved_activations"] >= 8 * (1 << 18)
+
+
 @pytest.mark.parametrize(
     ("module", "batch", "message"),
     [

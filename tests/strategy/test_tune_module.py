@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,9 @@ from weft.strategy.dry_run.training import Prediction
 from weft.strategy.tuning import read_cluster, tune_module
 from weft.strategy.tuning.profile import HostProfile, profile_host
 from weft.strategy.tuning.request import host_bytes, memory_limit_of
+from weft.strategy.tuning.result import FoundLayout, Tuning
+from weft.strategy.tuning.result_cache import ResultCache
+from weft.strategy.tuning.trials import Variant
 
 RATES = {"like": "h100", "devices_per_host": 2}
 MB = 10**6
@@ -53,6 +57,13 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
+class OtherBlocks(Blocks):
+    """Computes with the same parameters in another way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
 PLAN = {"layers.*.1": "column", "layers.*.3": "row"}
 HEADS = {"layers.*.1": {"style": "column", "heads": "n_heads"}, "layers.*.3": "row"}
 
@@ -71,32 +82,58 @@ OPTIONS: dict[str, Any] = {"batch": rows, "plan": PLAN, "loss_fn": loss}
 # -- the search ----------------------------------------------------------------------------------------------
 
 
-def _variants(num_devices: int, global_rows: int) -> Iterator[tuple[str, int, int, str, bool]]:
-    """Yield (layout, number of data-parallel ranks, batches, checkpointing, steps in the backward) of all variants."""
+def _variants(num_devices: int, global_rows: int) -> Iterator[Variant]:
+    """Yield all variants."""
     for tensor in _divisors(num_devices):
         for data in _divisors(num_devices // tensor):
-            sizes = {"rep": num_devices // tensor // data, "dp": data, "tp": tensor}
-            layout = ",".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "tp1"
-            num_data = num_devices // tensor
-            for batches in _divisors(global_rows // num_data) if global_rows % num_data == 0 else ():
-                for checkpointing, in_backward in itertools.product(CHECKPOINTING, (False, True)):
-                    yield layout, num_data, batches, checkpointing, in_backward
+            replicas = num_devices // tensor // data
+            num_data = data * replicas
+            for stage, is_sharded in itertools.product((3, 2, 1) if data > 1 else (3,), (False, True)[:tensor]):
+                for batches in _divisors(global_rows // num_data) if global_rows % num_data == 0 else ():
+                    for checkpointing, in_backward in itertools.product(CHECKPOINTING, (False, True)):
+                        if not (in_backward and stage == 1):
+                            yield Variant(
+                                replicas, data, tensor, stage, batches, checkpointing, in_backward, is_sharded
+                            )
+
+
+def _request(variant: Variant, global_rows: int, **options: Any) -> Request:
+    return Request(
+        Blocks,
+        variant.layout,
+        num_rows=global_rows // variant.num_data // variant.num_batches,
+        accumulate_grad_batches=variant.num_batches,
+        activation_checkpointing=variant.activation_checkpointing,
+        optimizer_in_backward=variant.optimizer_in_backward,
+        sequence_parallel=variant.sequence_parallel,
+        zero_stage=variant.zero_stage,
+        **options,
+    )
 
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _expected(trials: dict[str, list[tuple[float, int]]], limit: int) -> dict[str, float]:
+Layout = tuple[str, int]  # with the ZeRO stage
+
+
+def _expected(trials: dict[Layout, list[tuple[float, int]]], limit: int) -> dict[Layout, float]:
     """Return by layout the least seconds of the variants that fit."""
     fitting = {layout: [seconds for seconds, peak in each if peak <= limit] for layout, each in trials.items()}
     return {layout: min(each) for layout, each in fitting.items() if each}
+
+
+def _found(layouts: Iterable[FoundLayout]) -> dict[Layout, float]:
+    return {(each.layout, each.zero_stage): each.step_seconds for each in layouts}
 
 
 class PlayedProcess:
     """Returns predictions that follow from the request as those of trainings do, without running any."""
 
     weight_bytes, activation_bytes, impossible_rows = 0, 0, 0
+    num_runs = 0
+    digest = "a"
 
     def __enter__(self) -> PlayedProcess:
         return self
@@ -105,18 +142,25 @@ class PlayedProcess:
         pass
 
     def run(self, request: Request, cluster: Cluster | None = None) -> list[Prediction]:
+        PlayedProcess.num_runs += 1
         replicas, data, tensor = tuple(request.sizes)[1:]
         num_rows, batches = 4 if request.num_rows is None else request.num_rows, request.accumulate_grad_batches
         if num_rows == self.impossible_rows:
             raise RuntimeError("Expected more than 1 value per channel")
         kind = CHECKPOINTING.index(request.activation_checkpointing)
         shard = self.weight_bytes // data // tensor
+        own = shard if request.zero_stage == 3 else self.weight_bytes // tensor
         sums = self.weight_bytes // tensor if batches > 1 else 0
-        gradient = shard // 8 if request.optimizer_in_backward and batches == 1 else shard
-        peak = 3 * shard + max(gradient, sums) + num_rows * self.activation_bytes // (1, 3, 6)[kind]
-        seconds = num_rows * batches * (1 + 0.3 * kind) * (1 + 0.05 * tensor) + batches * (2 + 0.1 * data) + replicas
-        times = StepTimes({"compute": seconds, "data_parallel": 0.0}, 1.0, 0.0, 1)
-        return [Prediction(1, 0, (), (), {"backward": {"scratch": peak}}, (), 4, times)]
+        gradient = shard // 8 if request.optimizer_in_backward and batches == 1 else own
+        activations = num_rows * self.activation_bytes // (1, 3, 6)[kind] // (2 if request.sequence_parallel else 1)
+        peak = own + 2 * shard + max(gradient, sums) + activations
+        computing = num_rows * batches * (1 + 0.3 * kind) * (1 + 0.05 * tensor) + 2 * batches
+        computing *= 1.01 if request.sequence_parallel else 1
+        waiting = 0.1 * request.zero_stage * batches * (data - 1) + replicas
+        times = StepTimes(
+            {"compute": computing, "tensor_parallel": 0.1 * tensor, "data_parallel": waiting}, 1.0, 0.0, 1
+        )
+        return [Prediction(1, 0, (), (), {"backward": {"scratch": peak}}, (), 4, times, digest=self.digest)]
 
 
 @pytest.mark.parametrize(
@@ -131,70 +175,148 @@ def test_search_finds_what_trying_all_variants_finds(
     monkeypatch.setattr(PlayedProcess, "activation_bytes", activation_bytes)
     monkeypatch.setattr(PlayedProcess, "impossible_rows", impossible_rows)
     monkeypatch.setattr("weft.strategy.tuning.modules.DryRunProcess", PlayedProcess)
-    trials: dict[str, list[tuple[float, int]]] = {}
-    for layout, num_data, batches, checkpointing, in_backward in _variants(4, 16):
-        num_rows = 16 // num_data // batches
-        if num_rows == impossible_rows:
+    trials: dict[Layout, list[tuple[float, int]]] = {}
+    for variant in _variants(4, 16):
+        request = _request(variant, 16)
+        if request.num_rows == impossible_rows:
             continue
-        request = Request(
-            Blocks,
-            layout,
-            num_rows=num_rows,
-            accumulate_grad_batches=batches,
-            activation_checkpointing=checkpointing,
-            optimizer_in_backward=in_backward,
-        )
         [prediction] = PlayedProcess().run(request)
         assert prediction.times is not None
         peak = prediction.phases["backward"]["scratch"]
-        trials.setdefault(layout, []).append((sum(prediction.times.seconds.values()), peak))
+        trials.setdefault((variant.layout, variant.zero_stage), []).append(
+            (sum(prediction.times.seconds.values()), peak)
+        )
+    assert len(trials) == 12
     for limit in {peak + change for each in trials.values() for _, peak in each for change in (0, -1)}:
         found = tune_module(Blocks, 4, cluster=RATES, memory=limit, max_results=100)
-        assert {each.layout: each.step_seconds for each in found.layouts} == _expected(trials, limit), limit
+        assert _found(found.layouts) == _expected(trials, limit), limit
         assert (found.smallest is None) == bool(found.layouts)
         best = tune_module(Blocks, 4, cluster=RATES, memory=limit, max_results=2)
         seconds = sorted(each.step_seconds for each in found.layouts)[:2]
         assert [each.step_seconds for each in best.layouts] == seconds
 
 
+def test_bounds_save_dry_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas on all devices compute for the shortest time: other layouts need no dry run, except for replicas."""
+    monkeypatch.setattr("weft.strategy.tuning.modules.DryRunProcess", PlayedProcess)
+    monkeypatch.setattr(PlayedProcess, "num_runs", 0)
+    tune_module(Blocks, 4, cluster=RATES, memory="1GB", max_results=1)
+    num_runs = PlayedProcess.num_runs
+    tune_module(Blocks, 4, cluster=RATES, memory="1GB", max_results=100)
+    assert num_runs < PlayedProcess.num_runs - num_runs == 12 + 1  # with one that finds the rows
+
+
 def test_dry_runs_decide() -> None:
     """With real dry runs of two devices, and a limit that not all layouts reach without further options."""
     cluster = read_cluster(RATES)
-    trials: dict[str, list[tuple[float, int]]] = {}
+    options = {"sequence_parallel": False}
+    trials: dict[Layout, list[tuple[float, int]]] = {}
     with DryRunProcess() as process:
-        for layout, num_data, batches, checkpointing, in_backward in _variants(2, 4):
-            request = Request(
-                Blocks,
-                layout,
-                num_rows=4 // num_data // batches,
-                accumulate_grad_batches=batches,
-                activation_checkpointing=checkpointing,
-                optimizer_in_backward=in_backward,
-                **OPTIONS,
-            )
-            prediction = process.run(request, cluster)[0]
+        for variant in _variants(2, 4):
+            if variant.sequence_parallel:
+                continue
+            prediction = process.run(_request(variant, 4, **OPTIONS), cluster)[0]
             assert prediction.times is not None
             peak = max(sum(usage.values()) for usage in prediction.phases.values())
-            trials.setdefault(layout, []).append((sum(prediction.times.seconds.values()), peak))
+            trials.setdefault((variant.layout, variant.zero_stage), []).append(
+                (sum(prediction.times.seconds.values()), peak)
+            )
     peaks = sorted(peak for each in trials.values() for _, peak in each)
     limit = peaks[len(peaks) // 4]
-    found = tune_module(Blocks, 2, cluster=RATES, memory=limit, **OPTIONS)
-    actual = {each.layout: each.step_seconds for each in found.layouts}
-    assert actual == pytest.approx(_expected(trials, limit), rel=1e-9), limit
-    assert list(actual.values()) == sorted(actual.values())
+    found = tune_module(Blocks, 2, cluster=RATES, memory=limit, max_results=10, **OPTIONS, **options)
+    assert _found(found.layouts) == pytest.approx(_expected(trials, limit), rel=1e-9), limit
+    actual = [each.step_seconds for each in found.layouts]
+    assert actual == sorted(actual)
     assert all(each.peak_bytes <= limit for each in found.layouts)
+
+
+def test_tokens_are_sharded_where_that_is_needed() -> None:
+    """A limit that tp2 reaches only with sequence parallelism, if nothing else may be changed."""
+    module, batch = "strategy.dry_run_models:TextModel", "strategy.dry_run_models:text_batch"
+    kept = {"activation_checkpointing": "none", "optimizer_in_backward": False}
+
+    def search(**options: Any) -> Tuning:
+        return tune_module(module, 2, batch=batch, cluster=RATES, fixed="tp=2,accumulate=1", **kept, **options)
+
+    [full] = search(sequence_parallel=False).layouts
+    [sharded] = search(sequence_parallel=True).layouts
+    assert sharded.peak_bytes < full.peak_bytes and not full.sequence_parallel
+    assert search(memory=full.peak_bytes).layouts == (full,)
+    found = search(memory=full.peak_bytes - 1)
+    [needed] = found.layouts
+    assert needed.sequence_parallel and needed.bytes == sharded.bytes and needed.seconds == sharded.seconds
+    text = str(found)
+    options = yaml.safe_load(text[text.index("trainer:") :])["trainer"]["strategy"]["init_args"]
+    assert options == {"plan": "auto", "layout": "tp2", "sequence_parallel": True} and "  tokens   " in text
+
+
+def test_results_are_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("weft.strategy.tuning.modules.DryRunProcess", PlayedProcess)
+    monkeypatch.setattr(PlayedProcess, "num_runs", 0)
+    monkeypatch.setattr(PlayedProcess, "weight_bytes", 1000)
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+
+    def search(digest: str = "a", **options: Any) -> tuple[Tuning, int, bool]:
+        """Return the result, the number of dry runs, and whether the cache has had it."""
+        monkeypatch.setattr(PlayedProcess, "digest", digest)
+        before, cache = PlayedProcess.num_runs, ResultCache.of_environment()
+        assert cache is not None
+        arguments = {"cluster": RATES, "plan": PLAN, "fixed": "tp=1", **options}
+        found = tune_module(Blocks, 4, cache=cache, **arguments)
+        return found, PlayedProcess.num_runs - before, cache.path_of_hit is not None
+
+    first, num_runs, _ = search()
+    assert num_runs > 2 and search() == (first, 1, True)
+    others = [
+        {"digest": "b"},
+        {"memory": "1GB"},
+        {"fixed": "tp=2"},
+        {"cluster": {**RATES, "devices_per_host": 3}},
+        {"precision": "bf16-mixed"},
+        {"plan": HEADS},
+        {"global_rows": 32},
+    ]
+    assert not any(search(**each)[2] for each in others) and all(search(**each)[2] for each in others)
+    [path] = (path for path in tmp_path.glob("layouts/*") if json.loads(path.read_text())["memory_limit"] == 10**9)
+    path.write_text("{")
+    assert not search(memory="1GB")[2] and search(memory="1GB")[2]
+    assert len(list(tmp_path.glob("layouts/*"))) == len(others) + 1
+    nothing, _, _ = search(memory=1)
+    assert not nothing.layouts and search(memory=1) == (nothing, 1, True)
+    monkeypatch.setenv("WEFT_CACHE_DIR", "")
+    assert ResultCache.of_environment() is None
+
+
+def test_digests_differ_where_modules_do() -> None:
+    with DryRunProcess() as process:
+
+        def digest(module: Any = Blocks, **options: Any) -> str:
+            request = Request(module, **{**OPTIONS, "num_steps": 1, "is_traced": True, **options})
+            return process.run(request)[0].digest
+
+        same = digest()
+        assert len(same) == 64 and digest() == same
+        different = [digest(OtherBlocks), digest(num_rows=3), digest(optimizer="SGD")]
+        assert len({same, *different}) == 4
+        assert process.run(Request(Blocks, **OPTIONS, num_steps=1))[0].digest == ""
 
 
 def test_configuration_and_options_are_kept() -> None:
     options = {**OPTIONS, "activation_checkpointing": "full", "optimizer_in_backward": True}
     found = tune_module(Blocks, 4, cluster=RATES, fixed="accumulate=2, rep=1", global_rows=32, **options)
-    assert {each.layout for each in found.layouts} == {"dp4", "dp2,tp2", "tp4"}
+    assert {(each.layout, each.zero_stage) for each in found.layouts} == {
+        ("dp4", 3),
+        ("dp4", 2),
+        ("dp2,tp2", 3),
+        ("dp2,tp2", 2),
+        ("tp4", 3),
+    }
     for each in found.layouts:
         assert (each.activation_checkpointing, each.optimizer_in_backward) == ("full", True)
         num_data = {"dp4": 4, "dp2,tp2": 2, "tp4": 1}[each.layout]
         assert each.sequences * each.accumulate_grad_batches * num_data == 32 and each.accumulate_grad_batches == 2
     text = str(found)
-    assert text.startswith("4 devices of h100, 72 GB each; 32 rows a step; 3 layouts compared") and "rows/s" in text
+    assert text.startswith("4 devices of h100, 72 GB each; 32 rows a step; 5 variants compared") and "rows/s" in text
     trainer = yaml.safe_load(text[text.index("trainer:") :])["trainer"]
     assert trainer["strategy"]["init_args"]["plan"] == PLAN
 
@@ -215,6 +337,7 @@ def test_impossible_layouts_are_named() -> None:
         ({"optimizer_in_backward": "rows"}, "tune: got optimizer_in_backward='rows', which excludes"),
         ({"fixed": "tp=3"}, "tune: got 2 devices, which no layout divides with the sizes that are fixed"),
         ({"global_rows": 3, "fixed": "tp=1"}, "tune: got 2 devices and 3 rows for a step, which no layout divides"),
+        ({"fixed": "pp=2"}, "tune: got a fixed size of pipeline_parallel for a module"),
         ({"plan": {"layers.*.7": "column"}}, "tune: no layout of 2 devices is valid: .*layers"),
         ({"module": lambda: nn.Linear(1, 1)}, "cannot be sent to a new process"),
     ],

@@ -21,6 +21,7 @@ from weft.strategy.dry_run.messages import SentMessages
 from weft.strategy.dry_run.staging import Staging
 from weft.strategy.dry_run.step_clock import StepClock
 from weft.strategy.dry_run.temporaries import Temporaries
+from weft.strategy.dry_run.trace import OperatorTrace
 from weft.strategy.pipeline.fake_mode import FakeMode, is_recorded
 
 aten = torch.ops.aten
@@ -76,13 +77,19 @@ class CountingMode(TorchDispatchMode):
     """
 
     def __init__(
-        self, ledger: TensorLedger, fake_mode: FakeMode, temporaries: Temporaries, clock: StepClock | None
+        self,
+        ledger: TensorLedger,
+        fake_mode: FakeMode,
+        temporaries: Temporaries,
+        clock: StepClock | None,
+        trace: OperatorTrace | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.unmeasured: set[str] = set()
         self._temporaries = temporaries
         self._clock = clock
+        self._trace = trace
         self._fake_mode = fake_mode
         self._staging = Staging()
         self._sent = SentMessages()
@@ -181,6 +188,8 @@ class CountingMode(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         namespace, name = func.namespace, func._schema.name.partition("::")[2]
+        if self._trace is not None:
+            self._trace.add_call(func, args, kwargs)
         if namespace == "c10d":
             return self._communicate(func, name, args, kwargs)
         if namespace == "_c10d_functional" and name == "wait_tensor":
@@ -296,7 +305,8 @@ class CountingMode(TorchDispatchMode):
         self.ledger.set_shared_memory(self._staging.num_bytes)
 
 
-_VALUE_READS = (aten._local_scalar_dense.default, aten.equal.default)
+# Kernels of weft read by `item`, and Python by `_local_scalar_dense`.
+_VALUE_READS = (aten.item.default, aten._local_scalar_dense.default, aten.equal.default)
 _ALL = (aten.all.default, aten.all.dim, aten.all.dims)
 
 

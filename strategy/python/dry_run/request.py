@@ -59,6 +59,7 @@ class Request:
     num_steps: int = _NUM_STEPS
     accumulate_grad_batches: int = 1
     num_rows: int | None = None  # of the batch; None: as given
+    is_traced: bool = False  # whether the prediction has a digest
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

@@ -32,6 +32,7 @@ from weft.strategy.dry_run.stages import Stages, agreeing_peers
 from weft.strategy.dry_run.step_clock import StepClock, StepTimes
 from weft.strategy.dry_run.steps import Steps
 from weft.strategy.dry_run.temporaries import Temporaries
+from weft.strategy.dry_run.trace import OperatorTrace
 from weft.strategy.modules.activation_checkpointing import checkpoint_activations
 from weft.strategy.optimizers.fused_optimizers import fuse
 from weft.strategy.optimizers.in_backward import StepInBackward
@@ -55,6 +56,7 @@ class Prediction:
         unmeasured: operators whose calls are too large for a measurement of their temporaries.
         num_rows: of the batch that was given, or that the model offers.
         times: of the last step; None: they were not asked for.
+        digest: of the modules and of all calls of operators; "": it was not asked for.
     """
 
     num_parameters: int
@@ -65,6 +67,7 @@ class Prediction:
     unmeasured: tuple[str, ...]
     num_rows: int
     times: StepTimes | None = None
+    digest: str = ""
 
 
 def predict(
@@ -99,13 +102,16 @@ class _DryRun:
         self._fake_mode = DryRunMode()
         self._ledger = TensorLedger()
         self._clock = clock
-        self._counting = CountingMode(self._ledger, self._fake_mode, temporaries, clock)
+        self._trace = OperatorTrace() if request.is_traced else None
+        self._counting = CountingMode(self._ledger, self._fake_mode, temporaries, clock, self._trace)
         self._stages: Stages | None = None
 
     def run(self) -> Prediction:
         request = self._request
         model = self._build()
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        if self._trace is not None:
+            self._trace.add_modules(model)
         given, is_for_forward = batch_of(model, request.batch)
         num_rows = num_rows_of(given)
         if request.num_rows is not None:
@@ -135,6 +141,7 @@ class _DryRun:
             tuple(sorted(self._counting.unmeasured)),
             num_rows,
             None if self._clock is None else self._clock.end_step(),
+            "" if self._trace is None else self._trace.digest(),
         )
 
     def _build(self) -> nn.Module:

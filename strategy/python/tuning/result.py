@@ -28,6 +28,7 @@ class FoundLayout:
         pipeline_cuts: the names of the first module of each stage but the first; () without a pipeline.
         pipeline_schedule: "" without a pipeline.
         num_micro_batches: into which a pipeline splits a batch.
+        sequence_parallel: whether tensor-parallel ranks shard the tokens between their layers.
         seconds: of a step: "compute", "recomputation" (for a module, a part of "compute"), "tensor_parallel",
             "data_parallel", "optimizer" and, of a configuration, "pipeline": waits for other stages.
         bytes: by category, at the peak of the rank with the most.
@@ -51,6 +52,7 @@ class FoundLayout:
     pipeline_cuts: tuple[str, ...] = ()
     pipeline_schedule: str = ""
     num_micro_batches: int = 1
+    sequence_parallel: bool = False
 
     @property
     def step_seconds(self) -> float:
@@ -72,6 +74,8 @@ class FoundLayout:
             options["optimizer_in_backward"] = True
         if self.shards_data and self.zero_stage != 3:
             options["zero_stage"] = self.zero_stage
+        if self.sequence_parallel:
+            options["sequence_parallel"] = True
         if self.pipeline_cuts:
             options |= {"pipeline_cuts": list(self.pipeline_cuts), "num_micro_batches": self.num_micro_batches}
             if self.pipeline_schedule != "1f1b":
@@ -138,13 +142,12 @@ class Tuning:
 
     def __str__(self) -> str:
         devices = f"{self.num_devices} devices of {self.cluster}, {_gigabytes(self.memory_limit)} each"
-        lines = [f"{devices}; {self._work()}; {self.num_candidates} {self._candidates()} compared"]
+        lines = [f"{devices}; {self._work()}; {self.num_candidates} variants compared"]
         if self.smallest is not None:
             return "\n".join([*lines, "", self.no_layout_fits()])
         lines += ["", *_table(self.layouts, "rows/s" if self.tokens is None else "tokens/s")]
         if self.num_above_limit:
-            above = f"{self._candidates().capitalize()} that need more memory, among those up to the last one"
-            lines.append(f"{above}: {self.num_above_limit}.")
+            lines.append(f"Variants that need more memory, among those up to the last one: {self.num_above_limit}.")
         if self.rejections:
             sizes, reason = ", ".join(name for name, _ in self.rejections), self.rejections[0][1]
             lines.append(f"Not possible: {sizes} ({reason}).")
@@ -207,9 +210,6 @@ class Tuning:
             return f"{self.global_sequences} rows a step"
         return f"{self.global_sequences} sequences of {self.tokens} tokens a step"
 
-    def _candidates(self) -> str:
-        return "layouts" if self.tokens is None else "variants"
-
     def _rows(self, number: int) -> str:
         return f"{number} {'row' if self.tokens is None else 'sequence'}{'' if number == 1 else 's'}"
 
@@ -221,6 +221,8 @@ class Tuning:
             parts.append("optimizer_in_backward")
         if layout.shards_data and layout.zero_stage != 3:
             parts.append(f"zero_stage {layout.zero_stage}")
+        if layout.sequence_parallel:
+            parts.append("sequence_parallel")
         if layout.pipeline_cuts:
             parts.append(f"{layout.num_micro_batches} micro-batches of a pipeline")
         return ", ".join(parts)
@@ -241,6 +243,7 @@ def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
         "batch": [str(layout.sequences) for layout in layouts],
         "accum.": [str(layout.accumulate_grad_batches) for layout in layouts],
         "pipeline": [_pipeline_text(layout) for layout in layouts],
+        "tokens": ["sharded" if layout.sequence_parallel else "full" for layout in layouts],
         "checkpoints": [layout.activation_checkpointing for layout in layouts],
         "in backward": ["yes" if layout.optimizer_in_backward else "no" for layout in layouts],
         "step": [f"{layout.step_seconds:.4g} s" for layout in layouts],
@@ -256,6 +259,8 @@ def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
         del columns["pipeline"]
     if all(layout.zero_stage == 3 for layout in layouts):
         del columns["zero"]
+    if not any(layout.sequence_parallel for layout in layouts):
+        del columns["tokens"]
     cells = [[header, *column] for header, column in columns.items()]
     widths = [max(map(len, column)) for column in cells]
     rows = zip(*cells, strict=True)

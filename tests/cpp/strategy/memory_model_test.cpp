@@ -155,6 +155,28 @@ TEST(MemoryModel, FullyShardedStateIsDividedByTheNumberOfRanks) {
   EXPECT_EQ(distinct_ranks(spec).front().num_ranks, 256);
 }
 
+TEST(MemoryModel, ZeroStagesShardStatesThenGradientsThenParameters) {
+  TrainingSpec spec{.model = small_decoder(), .mesh = Mesh({{"data_parallel", 4}}), .plan = {}};
+  const int64_t all = parameter_cost(spec).num_elements * 4;
+  constexpr int64_t kCounts = 40 * 4;  // more than the step counts of the states
+  for (const int64_t stage : {0, 1, 2, 3}) {
+    spec.zero_stage = stage;
+    const MemoryUsage step = phase(spec, "step");
+    EXPECT_EQ(step[kParameters], stage < 2 ? all : all / 4) << stage;
+    EXPECT_EQ(step[kGradients], stage < 2 ? all : all / 4) << stage;
+    const int64_t states = 2 * (stage < 1 ? all : all / 4);
+    EXPECT_GE(step[kOptimizerState], states) << stage;
+    EXPECT_LT(step[kOptimizerState], states + kCounts) << stage;
+  }
+  // Stage 2 keeps the blocks gathered until their backwards.
+  constexpr int64_t kBlock = (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192 + 2 * 64) * 4;
+  const auto forward_peak = [&](int64_t stage) {
+    spec.zero_stage = stage;
+    return phase(spec, "forward").total();
+  };
+  EXPECT_GE(forward_peak(2) - forward_peak(3), kBlock);
+}
+
 TEST(MemoryModel, CheckpointedBlocksSaveTheirInputs) {
   TrainingSpec spec{.model = small_decoder(), .mesh = Mesh(), .plan = {}, .tokens = 4096};
   spec.checkpointing = Checkpointing::kFull;

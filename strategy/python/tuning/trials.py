@@ -1,0 +1,160 @@
+"""The variants of a layout for any module, and their dry runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from weft.strategy._plan import Cluster
+from weft.strategy.dry_run.process import DryRunProcess, ProcessEndedError
+from weft.strategy.dry_run.request import Request
+from weft.strategy.dry_run.training import Prediction
+from weft.strategy.tuning.result import FoundLayout, layout_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A layout with all that a search chooses.
+
+    Attributes:
+        num_batches: whose gradients a step accumulates.
+    """
+
+    data_replicate: int
+    data_parallel: int
+    tensor_parallel: int
+    zero_stage: int
+    num_batches: int = 1
+    activation_checkpointing: str = "none"
+    optimizer_in_backward: bool = False
+    sequence_parallel: bool = False
+
+    @property
+    def layout(self) -> str:
+        sizes = vars(self)
+        return layout_text({name: sizes[name] for name in ("data_replicate", "data_parallel", "tensor_parallel")})
+
+    @property
+    def num_data(self) -> int:
+        """The ranks with batches of their own."""
+        return self.data_replicate * self.data_parallel
+
+    @property
+    def name(self) -> str:
+        """The layout with the ZeRO stage, if that is not 3."""
+        is_named = self.data_parallel > 1 and self.zero_stage != 3
+        return f"{self.layout} with zero_stage {self.zero_stage}" if is_named else self.layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A dry run of a variant."""
+
+    variant: Variant
+    prediction: Prediction
+    rows_of_batch: int
+
+    @property
+    def rows_of_step(self) -> int:
+        return self.rows_of_batch * self.variant.num_data * self.variant.num_batches
+
+    @property
+    def step_seconds(self) -> float:
+        assert self.prediction.times is not None
+        return sum(self.prediction.times.seconds.values())
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of a row."""
+        return self.step_seconds / self.rows_of_step
+
+    @property
+    def computing_seconds(self) -> float:
+        """The seconds of a row without communication of data-parallel ranks and without the optimizer."""
+        assert self.prediction.times is not None
+        times = self.prediction.times.seconds
+        return (times["compute"] + times["tensor_parallel"]) / self.rows_of_step
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """The bytes by category of the phase with the most."""
+        return max(self.prediction.phases.values(), key=lambda usage: sum(usage.values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    def to_layout(self, base: Trial, flops_per_second: float) -> FoundLayout:
+        """Return the result; `base`: the layout without recomputation, whose operations are those of the model."""
+        variant, times, base_times = self.variant, self.prediction.times, base.prediction.times
+        assert times is not None and base_times is not None
+        return FoundLayout(
+            layout=variant.layout,
+            sequences=self.rows_of_batch,
+            accumulate_grad_batches=variant.num_batches,
+            activation_checkpointing=variant.activation_checkpointing,
+            optimizer_in_backward=variant.optimizer_in_backward,
+            seconds=times.seconds,
+            bytes=self.bytes,
+            sent_bytes=round(times.sent_bytes),
+            throughput=self.rows_of_step / self.step_seconds,
+            flops_share=base_times.flops / flops_per_second / self.step_seconds,
+            zero_stage=variant.zero_stage,
+            sequence_parallel=variant.sequence_parallel,
+        )
+
+
+class Trials:
+    """Runs each variant once, and remembers the one with the least memory.
+
+    Args:
+        global_rows: of a step; None: each data-parallel rank gets the batch as it is.
+    """
+
+    def __init__(self, process: DryRunProcess, request: Request, cluster: Cluster, global_rows: int | None) -> None:
+        self.smallest: Trial | None = None
+        self._process = process
+        self._request = request
+        self._cluster = cluster
+        self._global_rows = global_rows
+        self._done: dict[Variant, Trial] = {}
+
+    def run(self, variant: Variant) -> Trial:
+        """Return the dry run of a variant.
+
+        Raises:
+            ValueError: the variant is not valid.
+            RuntimeError: the module raised an error.
+        """
+        if variant in self._done:
+            return self._done[variant]
+        num_rows = None if self._global_rows is None else self._global_rows // variant.num_data // variant.num_batches
+        prediction = self.predict(variant, num_rows=num_rows)
+        trial = self._done[variant] = Trial(variant, prediction, num_rows or prediction.num_rows)
+        if self.smallest is None or trial.peak_bytes < self.smallest.peak_bytes:
+            self.smallest = trial
+        return trial
+
+    def try_to_run(self, variant: Variant) -> Trial | None:
+        """Run a variant; None: it is not possible, as with one row in a batch norm."""
+        try:
+            return self.run(variant)
+        except ProcessEndedError:
+            raise
+        except (ValueError, RuntimeError):
+            return None
+
+    def predict(self, variant: Variant, *, has_times: bool = True, **options: Any) -> Prediction:
+        """Return the prediction for rank 0, whose shards are the largest; `options`: further ones of the request."""
+        request = dataclasses.replace(
+            self._request,
+            layout=variant.layout,
+            rank=0,
+            zero_stage=variant.zero_stage,
+            accumulate_grad_batches=variant.num_batches,
+            activation_checkpointing=variant.activation_checkpointing,
+            optimizer_in_backward=variant.optimizer_in_backward,
+            sequence_parallel=variant.sequence_parallel,
+            **options,
+        )
+        return self._process.run(request, self._cluster if has_times else None)[0]
