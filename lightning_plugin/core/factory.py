@@ -13,6 +13,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+from weft._plugin.batch_size_finder import BatchSizeMixin
 from weft._plugin.fabric_mixin import FabricMixin
 from weft._plugin.health_monitor import HealthMixin
 from weft._plugin.memory_monitor import MemoryMixin
@@ -36,6 +37,7 @@ CALLBACKS: dict[str, type] = {
     "ReplicaCheck": ReplicaMixin,
     "NonFiniteCheck": NonFiniteMixin,
     "Report": ReportMixin,
+    "BatchSizeFinder": BatchSizeMixin,
 }
 # The sizes for each registered name; the plan is "auto", which recognises the model.
 PRESETS: dict[str, dict[str, Any]] = {

@@ -15,6 +15,7 @@ from weft._plugin import trainer_checkpoints as checkpoints
 from weft._plugin.auto_layout import choose_layout
 from weft._plugin.engine import Engine
 from weft._plugin.in_backward import check_optimizer_in_backward, clips_by_norm, is_overridden
+from weft._plugin.largest_batch import LargestBatch, find_largest_batch
 from weft._plugin.loader_check import without_lockstep
 from weft._plugin.loaders import TrainerLoaders
 from weft._plugin.model_setup import apply_plan, join_weights, move_unsharded
@@ -93,6 +94,23 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             engine.chosen_sizes, engine.chosen_stage = choose_layout(engine, self)
             engine.check_devices()
             self._set_sizes()
+
+    def largest_batch(self, memory_limit: str | int | None = None, *, given_rows: int, max_rows: int) -> LargestBatch:
+        """Return the largest batch with which fit fits into the memory of a device, by dry runs on rank 0; collective.
+
+        For `weft.lightning.BatchSizeFinder`, before the model is set up.
+
+        Args:
+            memory_limit: the most bytes of a device, such as "72GB"; None: as for layout="auto".
+            given_rows: the rows of the batches of the loader.
+            max_rows: the most rows that are tried.
+
+        Raises:
+            ValueError: an option is in no dry run, no batch fits, or the module and its batch cannot be sent to a new
+                process.
+            RuntimeError: the module raised an error.
+        """
+        return find_largest_batch(self._engine, self, memory_limit, given_rows, max_rows)
 
     @contextmanager
     def tensor_init_context(self, empty_init: Any = _IN_CONFIGURE_MODEL) -> Iterator[None]:

@@ -22,8 +22,10 @@ PretrainedCheckpoint = factory.callback_class(_FLAVOUR, "PretrainedCheckpoint")
 ReplicaCheck = factory.callback_class(_FLAVOUR, "ReplicaCheck")
 NonFiniteCheck = factory.callback_class(_FLAVOUR, "NonFiniteCheck")
 Report = factory.callback_class(_FLAVOUR, "Report")
+BatchSizeFinder = factory.callback_class(_FLAVOUR, "BatchSizeFinder")
 
 __all__ = [
+    "BatchSizeFinder",
     "HealthMonitor",
     "MemoryMonitor",
     "NonFiniteCheck",

@@ -17,8 +17,10 @@ PretrainedCheckpoint = factory.callback_class(factory.PYTORCH_LIGHTNING, "Pretra
 ReplicaCheck = factory.callback_class(factory.PYTORCH_LIGHTNING, "ReplicaCheck")
 NonFiniteCheck = factory.callback_class(factory.PYTORCH_LIGHTNING, "NonFiniteCheck")
 Report = factory.callback_class(factory.PYTORCH_LIGHTNING, "Report")
+BatchSizeFinder = factory.callback_class(factory.PYTORCH_LIGHTNING, "BatchSizeFinder")
 
 __all__ = [
+    "BatchSizeFinder",
     "HealthMonitor",
     "MemoryMonitor",
     "NonFiniteCheck",
