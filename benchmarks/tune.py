@@ -1,12 +1,14 @@
 """Predicted against measured step times of all layouts of small models: does `weft tune` choose a fast one?
 
     python benchmarks/tune.py [--models text_small ...] [--ranks 2 4 8] [--rounds 3] [--json] [--check]
+                              [--zero-stages 3 2 1] [--memory-of chosen]
                               [--network ranks_per_host=2,seconds_per_message=1e-3,bytes_per_second=1e8]
 
 For each model and number of CPU ranks, `tune_module` predicts the time and the memory of every layout: replicas x
-data-parallel x tensor-parallel ranks, for the same global batch. Then each layout trains under the Trainer with weft's
-strategy, in fresh sets of processes, one layout after another, several rounds; the time of a layout is the median over
-the rounds of the median step. The links and the cost of an operator come from `profile_host`, on the same ranks.
+data-parallel (with the given ZeRO stages) x tensor-parallel ranks, for the same global batch. Then each layout trains
+under the Trainer with weft's strategy, in fresh sets of processes, one layout after another, several rounds; the time
+of a layout is the median over the rounds of the median step. The links and the cost of an operator come from
+`profile_host`, on the same ranks.
 
 With --network, groups of ranks of several "hosts" are as slow as that network (`weft.collectives.SlowNetwork`), and the
 prediction knows its rates.
@@ -90,7 +92,7 @@ class _Batches(torch.utils.data.IterableDataset):
             yield self._batch
 
 
-def _train(connection: Connection, name: str, layout: str, num_rows: int, counts_memory: bool) -> None:
+def _train(connection: Connection, name: str, layout: str, zero_stage: int, num_rows: int, counts_memory: bool) -> None:
     """Train on this rank until a message is 0; then answer with the rank's peak bytes, or None."""
     warnings.simplefilter("ignore")
     for logger in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
@@ -102,7 +104,7 @@ def _train(connection: Connection, name: str, layout: str, num_rows: int, counts
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_ranks,
-        strategy=WeftModelParallelStrategy(plan="auto", layout=layout),
+        strategy=WeftModelParallelStrategy(plan="auto", layout=layout, zero_stage=zero_stage),
         max_epochs=1,
         logger=False,
         callbacks=[_StepServer(connection), monitor] if counts_memory else [_StepServer(connection)],
@@ -116,9 +118,18 @@ def _train(connection: Connection, name: str, layout: str, num_rows: int, counts
     connection.send(peak)
 
 
+def _start(name: str, layout: FoundLayout, num_ranks: int, *, counts_memory: bool) -> ProcessSet:
+    options = (name, layout.layout, layout.zero_stage, layout.sequences, counts_memory)
+    return ProcessSet(_train, num_ranks, "cpu:weft", *options)
+
+
+def _name_of(layout: FoundLayout) -> str:
+    return f"{layout.layout} z{layout.zero_stage}" if layout.shards_data and layout.zero_stage != 3 else layout.layout
+
+
 def _measure(name: str, layout: FoundLayout, num_ranks: int) -> float:
     """Return the seconds of a step of a fresh set of processes: the median of the samples, of the slowest rank."""
-    ranks = ProcessSet(_train, num_ranks, "cpu:weft", name, layout.layout, layout.sequences, False)
+    ranks = _start(name, layout, num_ranks, counts_memory=False)
     try:
         ranks.request(NUM_WARM_UP)
         seconds = max(ranks.request(1))
@@ -129,7 +140,7 @@ def _measure(name: str, layout: FoundLayout, num_ranks: int) -> float:
 
 
 def _peak_bytes(name: str, layout: FoundLayout, num_ranks: int) -> int:
-    ranks = ProcessSet(_train, num_ranks, "cpu:weft", name, layout.layout, layout.sequences, True)
+    ranks = _start(name, layout, num_ranks, counts_memory=True)
     try:
         ranks.request(NUM_WARM_UP)
         ranks.request(1)
@@ -138,44 +149,53 @@ def _peak_bytes(name: str, layout: FoundLayout, num_ranks: int) -> int:
         ranks.close()
 
 
-def case_of(name: str, num_ranks: int, num_rounds: int, profile: dict[str, Any]) -> dict[str, Any]:
+def case_of(name: str, num_ranks: int, profile: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Return the predicted and measured times of all layouts of a model on `num_ranks` ranks."""
     build, make_batch = MODELS[name]
-    found = tune_module(
-        f"tune_models:{build.__name__}",
-        num_ranks,
-        batch=f"tune_models:{make_batch.__name__}",
-        cluster=profile,
-        memory="1TB",
-        max_results=10_000,
-    )
-    seconds: dict[str, list[float]] = {each.layout: [] for each in found.layouts}
-    for number in range(num_rounds):
-        for layout in found.layouts if number % 2 == 0 else found.layouts[::-1]:
-            seconds[layout.layout].append(_measure(name, layout, num_ranks))
+    searches = [
+        tune_module(
+            f"tune_models:{build.__name__}",
+            num_ranks,
+            batch=f"tune_models:{make_batch.__name__}",
+            cluster=profile,
+            memory="1TB",
+            max_results=10_000,
+            zero_stage=stage,
+        )
+        for stage in args.zero_stages
+    ]
+    unique = {_name_of(each): each for search in searches for each in search.layouts}  # replicas have no stage
+    layouts = sorted(unique.values(), key=lambda each: each.step_seconds)
+    seconds: dict[str, list[float]] = {_name_of(each): [] for each in layouts}
+    for number in range(args.rounds):
+        for layout in layouts if number % 2 == 0 else layouts[::-1]:
+            seconds[_name_of(layout)].append(_measure(name, layout, num_ranks))
+    counts_memory = layouts if args.memory_of == "all" else layouts[:1]
     rows = [
         {
-            "layout": each.layout,
+            "layout": _name_of(each),
             "predicted_seconds": each.step_seconds,
-            "measured_seconds": statistics.median(seconds[each.layout]),
-            "rounds": seconds[each.layout],
+            "measured_seconds": statistics.median(seconds[_name_of(each)]),
+            "rounds": seconds[_name_of(each)],
             "predicted_bytes": each.peak_bytes,
-            "measured_bytes": _peak_bytes(name, each, num_ranks),
+            "measured_bytes": _peak_bytes(name, each, num_ranks) if each in counts_memory else None,
             "predicted_by_kind": each.seconds,
         }
-        for each in found.layouts
+        for each in layouts
     ]
     fastest = min(row["measured_seconds"] for row in rows)
     measured = [row["measured_seconds"] for row in rows]
     return {
         "model": name,
         "num_ranks": num_ranks,
-        "rows_of_step": found.global_sequences,
+        "rows_of_step": searches[0].global_sequences,
         "chosen": rows[0]["layout"],
         "slower_than_fastest": rows[0]["measured_seconds"] / fastest,
         "slowest": max(measured) / fastest,
         "rank_correlation": _rank_correlation([row["predicted_seconds"] for row in rows], measured),
-        "most_memory_above": max(row["measured_bytes"] / row["predicted_bytes"] - 1 for row in rows),
+        "most_memory_above": max(
+            row["measured_bytes"] / row["predicted_bytes"] - 1 for row in rows if row["measured_bytes"] is not None
+        ),
         "layouts": rows,
     }
 
@@ -227,7 +247,7 @@ def print_table(report: dict[str, Any]) -> None:
             print(
                 f"  {row['layout']:<14} predicted {row['predicted_seconds'] * 1e3:>8.1f} ms  measured "
                 f"{row['measured_seconds'] * 1e3:>8.1f} ms  {row['predicted_bytes'] / 1e6:>8.2f} MB  "
-                f"{row['measured_bytes'] / 1e6:>8.2f} MB"
+                + ("" if row["measured_bytes"] is None else f"{row['measured_bytes'] / 1e6:>8.2f} MB")
             )
 
 
@@ -280,6 +300,11 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=3, help="fresh sets of processes of each layout")
+    stages_help = "ZeRO stages of data-parallel ranks, the first for layouts without them (default 3)"
+    parser.add_argument("--zero-stages", type=int, nargs="+", default=[3], help=stages_help)
+    memory_help = "the layouts whose memory is counted, too: all (default), or the chosen one"
+    parser.add_argument("--memory-of", choices=("all", "chosen"), default="all", help=memory_help)
+    parser.add_argument("--keep", metavar="FILE", help="write the JSON object of the cases so far after each case")
     parser.add_argument("--network", default="", help="a slow network between hosts, as in the example above")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
@@ -309,20 +334,23 @@ def read(paths: list[str]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    cases = []
+    cases: list[dict[str, Any]] = []
+    report = {"machine": machine_facts(), "network": args.network, "cases": cases}
     for num_ranks in args.ranks:
         os.environ["WEFT_SLOW_NETWORK"] = ""  # the profile is that of shared memory
         profile = profile_host(num_ranks).to_dict()
         os.environ["WEFT_SLOW_NETWORK"] = args.network
         for name in args.models:
-            case = case_of(name, num_ranks, args.rounds, profile | network_of_environment())
+            case = case_of(name, num_ranks, profile | network_of_environment(), args)
             cases.append(case)
+            if args.keep:
+                Path(args.keep).write_text(json.dumps(report, indent=2))
             print(
                 f"{name}, {num_ranks} ranks: {case['chosen']}, {case['slower_than_fastest']:.2f} of the fastest, "
                 f"slowest {case['slowest']:.2f}, rank correlation {case['rank_correlation']:.2f}",
                 file=sys.stderr,
             )
-    return {"machine": machine_facts(), "network": args.network, "cases": cases}
+    return report
 
 
 if __name__ == "__main__":
