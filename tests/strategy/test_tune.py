@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -81,6 +82,41 @@ def test_options_of_the_configuration_are_kept() -> None:
     assert found.options == {"optimizer_state": "int8"}
     accumulated = tune(config={**CONFIG, "accumulate_grad_batches": 2}, max_results=100)
     assert {each.accumulate_grad_batches for each in accumulated.layouts} == {2}
+
+
+def test_lists_of_formats_are_tried(tmp_path: Path) -> None:
+    formats = {"optimizer_state": ["float32", "int8"], "master_weights": ["float32", "split"]}
+    config = {**CONFIG, "precision": "bf16-mixed"}
+    path = tmp_path / "training.yaml"
+    path.write_text(yaml.safe_dump({**config, **formats}))
+    alone = [
+        tune(config={**config, "optimizer_state": states, "master_weights": weights}, max_results=100, finds_front=True)
+        for states, weights in itertools.product(*formats.values())
+    ]
+    seconds = sorted(each.step_seconds for found in alone for each in found.layouts)
+    found = tune_file(path, 4, cluster="cpu", max_results=7, finds_front=True)
+    assert [each.step_seconds for each in found.layouts] == seconds[:7]
+    assert found.num_candidates == sum(each.num_candidates for each in alone)
+    front = [(each.step_seconds, each.peak_bytes) for each in found.front]
+    every = [(each.step_seconds, each.peak_bytes) for one in alone for each in one.front]
+    assert set(front) == {each for each in every if not any(_beats(other, each) for other in every)}
+    best = found.layouts[0]
+    assert set(best.formats) == set(formats) and best.strategy_options.items() >= best.formats.items()
+    text = str(found)
+    options = yaml.safe_load(text[text.index("trainer:") :])["trainer"]["strategy"]["init_args"]
+    assert options == {"plan": "auto", **best.strategy_options} and "optimizer_state  master_weights  step" in text
+    least = min(each.peak_bytes for one in alone for each in one.front)
+    nothing = tune_file(path, 4, cluster="cpu", memory=least - 1)
+    assert nothing.smallest is not None and nothing.smallest.peak_bytes <= least
+    assert nothing.smallest.formats == {"optimizer_state": "int8", "master_weights": "split"}
+    assert "optimizer_state int8, master_weights split" in str(nothing)
+    path.write_text(yaml.safe_dump({**config, "optimizer_state": []}))
+    with pytest.raises(ValueError, match="tune: got no values for optimizer_state"):
+        tune_file(path, 4)
+
+
+def _beats(one: tuple[float, int], other: tuple[float, int]) -> bool:
+    return one != other and one[0] <= other[0] and one[1] <= other[1]
 
 
 def test_yaml_configures_a_strategy() -> None:

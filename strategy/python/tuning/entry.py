@@ -8,6 +8,7 @@ from typing import Any
 
 from weft.strategy import _plan
 from weft.strategy.estimate.config import Training, load_file, read_config
+from weft.strategy.tuning.formats import combinations_of, merged
 from weft.strategy.tuning.request import memory_limit_of, read_cluster, read_fixed
 from weft.strategy.tuning.result import FoundLayout, Tuning, layout_text
 
@@ -15,11 +16,14 @@ from weft.strategy.tuning.result import FoundLayout, Tuning, layout_text
 _CHOSEN = ("mesh", "layout", "pipeline_cuts", "pipeline_schedule", "num_micro_batches")
 _ZERO_STAGES = (3, 2, 1)  # replicas are another axis
 _CHECKPOINTING = ("none", "selective", "full")
+_NUM_RESULTS = 5
 _NOT_PRINTED = ("precision", "optimizer", "empty_init")  # of the Trainer, of the model, and the default
 
 
 def tune_file(path: str | Path, num_devices: int, **options: Any) -> Tuning:
     """Search the layouts for a YAML or JSON configuration, as docs/tune.md describes it.
+
+    If `optimizer_state` or `master_weights` is a list, all its values are tried.
 
     Args:
         num_devices: of all hosts.
@@ -32,6 +36,13 @@ def tune_file(path: str | Path, num_devices: int, **options: Any) -> Tuning:
     config = load_file(path)
     if isinstance(config, Mapping):
         config = {key: value for key, value in config.items() if key not in _CHOSEN}
+        searches = [
+            (formats, tune_training(read_config({**config, **formats}, path.parent, "tp1"), num_devices, **options))
+            for formats in combinations_of(config)
+        ]
+        if len(searches) > 1:
+            return merged(searches, options.get("max_results", _NUM_RESULTS))
+        return searches[0][1]
     return tune_training(read_config(config, path.parent, "tp1"), num_devices, **options)
 
 
@@ -43,7 +54,7 @@ def tune_training(
     memory: str | int | None = None,
     global_sequences: int | None = None,
     fixed: str = "",
-    max_results: int = 5,
+    max_results: int = _NUM_RESULTS,
     finds_front: bool = False,
 ) -> Tuning:
     """Return the layouts with the shortest predicted steps that fit.

@@ -29,6 +29,7 @@ class FoundLayout:
         pipeline_schedule: "" without a pipeline.
         num_micro_batches: into which a pipeline splits a batch.
         sequence_parallel: whether tensor-parallel ranks shard the tokens between their layers.
+        formats: "optimizer_state" and "master_weights", as far as the search has tried several.
         seconds: of a step: "compute", "recomputation" (for a module, a part of "compute"), "tensor_parallel",
             "data_parallel", "optimizer" and, of a configuration, "pipeline": waits for other stages.
         bytes: by category, at the peak of the rank with the most.
@@ -53,6 +54,7 @@ class FoundLayout:
     pipeline_schedule: str = ""
     num_micro_batches: int = 1
     sequence_parallel: bool = False
+    formats: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def step_seconds(self) -> float:
@@ -76,6 +78,7 @@ class FoundLayout:
             options["zero_stage"] = self.zero_stage
         if self.sequence_parallel:
             options["sequence_parallel"] = True
+        options |= self.formats
         if self.pipeline_cuts:
             options |= {"pipeline_cuts": list(self.pipeline_cuts), "num_micro_batches": self.num_micro_batches}
             if self.pipeline_schedule != "1f1b":
@@ -223,6 +226,7 @@ class Tuning:
             parts.append(f"zero_stage {layout.zero_stage}")
         if layout.sequence_parallel:
             parts.append("sequence_parallel")
+        parts += [f"{name} {value}" for name, value in layout.formats.items()]
         if layout.pipeline_cuts:
             parts.append(f"{layout.num_micro_batches} micro-batches of a pipeline")
         return ", ".join(parts)
@@ -246,6 +250,7 @@ def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
         "tokens": ["sharded" if layout.sequence_parallel else "full" for layout in layouts],
         "checkpoints": [layout.activation_checkpointing for layout in layouts],
         "in backward": ["yes" if layout.optimizer_in_backward else "no" for layout in layouts],
+        **{name: [layout.formats[name] for layout in layouts] for name in layouts[0].formats},
         "step": [f"{layout.step_seconds:.4g} s" for layout in layouts],
         throughput: [
             f"{layout.throughput:,.0f}" if layout.throughput >= 100 else f"{layout.throughput:.3g}"
