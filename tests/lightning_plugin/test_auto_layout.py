@@ -96,7 +96,7 @@ def test_trainer_chooses_a_layout(rank: int, world_size: int, tmp_path: Path, mo
 @pytest.fixture(scope="module")
 def least() -> tuple[str, int]:
     """Return the layout of two ranks with the least bytes, and these."""
-    found = tune_module(Text, 2, batch=batch, cluster="cpu", keeps_batch=True, memory="1GB")
+    found = tune_module(Text, 2, batch=batch, cluster="cpu", keeps_batch=True, memory="1GB", zero_stage=3)
     layout = min(found.layouts, key=lambda each: each.peak_bytes)
     return layout.layout, layout.peak_bytes
 
@@ -105,12 +105,12 @@ def least() -> tuple[str, int]:
 def test_memory_decides_and_nothing_fits(rank: int, world_size: int, tmp_path: Path, least: tuple[str, int]) -> None:
     set_torchrun_environment(rank, world_size)
     loader = DataLoader([batch() for _ in range(NUM_STEPS)], batch_size=None)
-    run = _fit(world_size, tmp_path, loader, Text(), memory_limit=least[1])
+    run = _fit(world_size, tmp_path, loader, Text(), memory_limit=least[1], zero_stage=3)
     tensor_size = run.strategy.device_mesh["tensor_parallel"].size()
     assert least[0] == ("tp2" if tensor_size == 2 else "dp2")
     message = rf"got layout='auto': No layout fits into 0.001 GB: the least is 0\.0\d+ GB, with layout {least[0]}"
     with pytest.raises(ValueError, match=message):
-        _fit(world_size, tmp_path, loader, Text(), memory_limit="1MB")
+        _fit(world_size, tmp_path, loader, Text(), memory_limit="1MB", zero_stage=3)
     with pytest.raises(ValueError, match="the batches come from a dict; pass one DataLoader"):
         _fit(world_size, tmp_path, {"a": loader, "b": loader}, Text())
 
