@@ -152,20 +152,16 @@ def _peak_bytes(name: str, layout: FoundLayout, num_ranks: int) -> int:
 def case_of(name: str, num_ranks: int, profile: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Return the predicted and measured times of all layouts of a model on `num_ranks` ranks."""
     build, make_batch = MODELS[name]
-    searches = [
-        tune_module(
-            f"tune_models:{build.__name__}",
-            num_ranks,
-            batch=f"tune_models:{make_batch.__name__}",
-            cluster=profile,
-            memory="1TB",
-            max_results=10_000,
-            zero_stage=stage,
-        )
-        for stage in args.zero_stages
-    ]
-    unique = {_name_of(each): each for search in searches for each in search.layouts}  # replicas have no stage
-    layouts = sorted(unique.values(), key=lambda each: each.step_seconds)
+    found = tune_module(
+        f"tune_models:{build.__name__}",
+        num_ranks,
+        batch=f"tune_models:{make_batch.__name__}",
+        cluster=profile,
+        memory="1TB",
+        max_results=10_000,
+        zero_stage=args.zero_stages[0] if len(args.zero_stages) == 1 else None,
+    )
+    layouts = [each for each in found.layouts if not each.shards_data or each.zero_stage in args.zero_stages]
     seconds: dict[str, list[float]] = {_name_of(each): [] for each in layouts}
     for number in range(args.rounds):
         for layout in layouts if number % 2 == 0 else layouts[::-1]:
@@ -188,7 +184,7 @@ def case_of(name: str, num_ranks: int, profile: dict[str, Any], args: argparse.N
     return {
         "model": name,
         "num_ranks": num_ranks,
-        "rows_of_step": searches[0].global_sequences,
+        "rows_of_step": found.global_sequences,
         "chosen": rows[0]["layout"],
         "slower_than_fastest": rows[0]["measured_seconds"] / fastest,
         "slowest": max(measured) / fastest,
@@ -300,7 +296,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=int, default=3, help="fresh sets of processes of each layout")
-    stages_help = "ZeRO stages of data-parallel ranks, the first for layouts without them (default 3)"
+    stages_help = "ZeRO stages of data-parallel ranks (default 3)"
     parser.add_argument("--zero-stages", type=int, nargs="+", default=[3], help=stages_help)
     memory_help = "the layouts whose memory is counted, too: all (default), or the chosen one"
     parser.add_argument("--memory-of", choices=("all", "chosen"), default="all", help=memory_help)

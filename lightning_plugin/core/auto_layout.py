@@ -90,9 +90,9 @@ def _search(
     from weft.strategy.tuning.result_cache import ResultCache
 
     trainer = strategy.lightning_module.trainer
-    cache = ResultCache.of_environment()
     num_ranks = strategy.num_processes * strategy.num_nodes
     try:
+        cache = ResultCache.of_environment()
         found = tune_module(
             unattached(strategy.lightning_module),
             num_ranks,

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from weft import memory
 from weft._plugin.console import Console
 from weft._plugin.monitors import num_steps
 from weft._plugin.strategy_mixin import StrategyMixin
+from weft._plugin.throughput_monitor import first_dim
 
 _CONFIRMED_STEPS = 2  # the first creates the states of the optimizer
 
@@ -21,23 +23,26 @@ class BatchSizeMixin:
 
     When fit starts, rank 0 searches by dry runs of the module and its first batch, whose rows are repeated or left out;
     nothing is trained for that, and no device runs out of memory. The batch size is set before the loader is made, in
-    the attribute of the LightningModule or the LightningDataModule, or in its `hparams`. After two steps of the
-    training, the peak of all ranks is compared with the limit. A checkpoint has the batch size, so that a run that
-    resumes keeps it.
+    the attribute of the LightningModule or the LightningDataModule, or in its `hparams`. The peak of the first two
+    steps of the training is logged; above the limit, it is a warning. For that, `weft.memory.reset_peak` is called when
+    training starts. A checkpoint has the batch size, so that a run that resumes keeps it.
 
     The script must call the Trainer under `if __name__ == "__main__"`. Batches must have a row for each sample, and
     further batches no longer rows than the first.
 
     Args:
         memory_limit: the most bytes of a device, such as "72GB"; None: that of the strategy, else nine tenths of a
-            GPU's memory, or an equal share of the host's for CPU ranks.
+            GPU's memory, or eight tenths of an equal share of the host's for CPU ranks. Tensors of data sets do not
+            count.
         batch_arg_name: the attribute from which `train_dataloader` reads the batch size.
         max_batch_size: the largest that is tried, such as the samples of the data set.
 
     Attributes:
         batch_size: of each data-parallel rank; None: fit has not started.
-        predicted_bytes: of a device with this batch size; 0: it comes from a checkpoint.
-        measured_bytes: the peak of two steps, of the rank with the most; None: they have not ended.
+        predicted_bytes: of a device with this batch size; 0: it comes from a checkpoint, and the search has found
+            another one.
+        measured_bytes: the peak of two steps, of the rank with the most, without tensors that were there before and
+            belong to no model; None: they have not ended.
     """
 
     def __init__(
@@ -65,7 +70,9 @@ class BatchSizeMixin:
         self._max_batch_size = max_batch_size
         self._holders: list[Any] = []
         self._first_step = 0
-        self._uncounted_bytes = 0  # of parameters and buffers created before counting began
+        self._found_size = 0  # by the search
+        self._is_fitting = False
+        self._not_own_bytes = 0  # that are counted when training starts, and do not belong to it
 
     # ---- the search ----------------------------------------------------------------------------------------
 
@@ -78,7 +85,8 @@ class BatchSizeMixin:
                 is in no dry run, or no batch fits.
             RuntimeError: the module raised an error.
         """
-        if stage != "fit":
+        self._is_fitting = stage == "fit"
+        if not self._is_fitting:
             return
         if not isinstance(trainer.strategy, StrategyMixin):
             raise TypeError(
@@ -91,8 +99,10 @@ class BatchSizeMixin:
         if self.batch_size is None:
             given = _get(self._holders[0], self._name)
             found = strategy.largest_batch(self._memory_limit, given_rows=given, max_rows=self._max_batch_size)
-            self.batch_size, self.predicted_bytes, self._limit = found[:3]
+            self.batch_size = self._found_size = found.num_rows
+            self.predicted_bytes, self._limit = found.predicted_bytes, found.memory_limit
             bound = " (the largest that is tried)" if found.num_rows == self._max_batch_size else ""
+            bound = f" (more rows raise an error: {found.error.rstrip('.')})" if found.error else bound
             Console(strategy.fabric_module).log(
                 f"weft: {self._name}={found.num_rows}{bound}, by {found.num_dry_runs} dry runs: "
                 f"{found.predicted_bytes / 1e9:.4g} GB predicted on a device of {found.memory_limit / 1e9:.4g} GB."
@@ -127,47 +137,71 @@ class BatchSizeMixin:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the batch size of the run that has written the checkpoint."""
         saved = state_dict["batch_size"]
-        if saved is not None and saved != self.batch_size:
-            self.batch_size, self.predicted_bytes = saved, 0
+        if self._is_fitting and saved is not None and saved != self.batch_size:
+            self.batch_size, self.predicted_bytes, self._limit = saved, 0, 0
             self._set(saved)
 
     # ---- the steps that confirm the prediction -----------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        strategy: Any = trainer.strategy
+        strategy.predicted_bytes = self.predicted_bytes or None
         self._first_step = num_steps(trainer, pl_module)
-        if memory.is_tracking():
-            self._uncounted_bytes = memory.tag_parameters(pl_module)
+        self.measured_bytes = None
+        if memory.is_tracking():  # not on CUDA, where all tensors take the memory of the device
+            usage = memory.by_category()
+            own = _bytes_of(pl_module, trainer.optimizers) + usage["communication"]
+            self._not_own_bytes = sum(usage.values()) - own
+        memory.reset_peak(strategy.root_device)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Raise RuntimeError if the loader has the batch size of the search, and a checkpoint another one."""
+        if self.measured_bytes is None and self._found_size not in (0, self.batch_size):
+            rows = first_dim(batch)
+            if rows == self._found_size:
+                raise RuntimeError(
+                    f"BatchSizeFinder got batches of {rows} rows from a loader that was made before the checkpoint was "
+                    f"read, and the checkpoint has {self._name}={self.batch_size}; do not use the loader before "
+                    f"training, such as by trainer.estimated_stepping_batches, or set {self._name} yourself."
+                )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After two steps, compare the peak with the limit; collective.
-
-        Raises:
-            RuntimeError: a rank has taken more bytes than `memory_limit`.
-        """
+        """After two steps, compare the peak with the limit; collective."""
         if self.measured_bytes is not None or num_steps(trainer, pl_module) < self._first_step + _CONFIRMED_STEPS:
             return
         device = trainer.strategy.root_device
-        own = memory.peak(device) if device.type == "cuda" else memory.peak() + self._uncounted_bytes
-        peak = torch.tensor(own, device=device)
+        not_own_bytes = 0 if device.type == "cuda" else self._not_own_bytes
+        peak = torch.tensor(memory.peak(device) - not_own_bytes, device=device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         self.measured_bytes = int(peak)
-        measured = f"{self.measured_bytes / 1e9:.4g} GB"
+        console = Console(trainer.strategy.fabric_module)
+        taken = f"{self._name}={self.batch_size} takes at most {self.measured_bytes / 1e9:.4g} GB in the first steps"
         if 0 < self._limit < self.measured_bytes:
-            raise RuntimeError(
-                f"BatchSizeFinder: {self._name}={self.batch_size} takes {measured} in {_CONFIRMED_STEPS} steps, "
-                f"{self.predicted_bytes / 1e9:.4g} GB were predicted, and the limit is {self._limit / 1e9:.4g} GB; "
-                "pass a lower memory_limit."
+            console.warn(
+                f"weft: {taken}, {self.predicted_bytes / 1e9:.4g} GB were predicted, and the limit is "
+                f"{self._limit / 1e9:.4g} GB; pass a lower memory_limit to BatchSizeFinder."
             )
-        Console(trainer.strategy.fabric_module).log(
-            f"weft: {self._name}={self.batch_size} takes at most {measured} in {_CONFIRMED_STEPS} steps."
-        )
+        else:
+            console.log(f"weft: {taken}.")
+
+
+def _bytes_of(module: Any, optimizers: list[Any]) -> int:
+    """Return the bytes of this rank's parameters, gradients, buffers and optimizer states."""
+    parameters = list(module.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    states = [leaf for each in optimizers for leaf in tree_leaves(each.state) if isinstance(leaf, torch.Tensor)]
+    held = {}
+    for tensor in (*parameters, *gradients, *module.buffers(), *states):
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
 
 
 def _holders_of(trainer: Any, pl_module: Any, name: str) -> Iterator[Any]:
-    """Yield the modules, or mappings, that have the attribute, in the order in which Lightning looks for it."""
-    for owner in (pl_module, trainer.datamodule):
-        if owner is None:
-            continue
+    """Yield the modules, or mappings, that have the attribute; those of the one that makes the loader first."""
+    source = trainer.fit_loop._data_source.instance
+    others = [each for each in (pl_module, trainer.datamodule) if each is not None and each is not source]
+    for owner in (source, *others):
         if hasattr(owner, name):
             yield owner
         hyperparameters = getattr(owner, "hparams", {})

@@ -76,8 +76,12 @@ class StrategyMixin(StockStrategy):
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Return the predicted peak of a rank's memory, in bytes, if layout="auto" has chosen the layout."""
+        """The predicted peak of a rank's memory, in bytes, if layout="auto" or BatchSizeFinder has predicted it."""
         return self._engine.predicted_bytes
+
+    @predicted_bytes.setter
+    def predicted_bytes(self, num_bytes: int | None) -> None:
+        self._engine.predicted_bytes = num_bytes
 
     def save_pretrained(
         self,

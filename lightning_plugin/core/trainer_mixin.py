@@ -96,12 +96,12 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             self._set_sizes()
 
     def largest_batch(self, memory_limit: str | int | None = None, *, given_rows: int, max_rows: int) -> LargestBatch:
-        """Return the largest batch with which fit fits into the memory of a device, by dry runs on rank 0; collective.
+        """Return the largest batch with which training fits into a device, by dry runs on rank 0; collective.
 
         For `weft.lightning.BatchSizeFinder`, before the model is set up.
 
         Args:
-            memory_limit: the most bytes of a device, such as "72GB"; None: as for layout="auto".
+            memory_limit: the most bytes of a device, such as "72GB"; None: as for BatchSizeFinder.
             given_rows: the rows of the batches of the loader.
             max_rows: the most rows that are tried.
 

@@ -156,6 +156,8 @@ class PlayedProcess:
         peak = own + 2 * shard + max(gradient, sums) + activations
         computing = num_rows * batches * (1 + 0.3 * kind) * (1 + 0.05 * tensor) + 2 * batches
         computing *= 1.01 if request.sequence_parallel else 1
+        if data > 1:
+            computing *= 0.8 if request.precision == "bf16-mixed" else 0.95
         waiting = 0.1 * request.zero_stage * batches * (data - 1) + replicas
         times = StepTimes(
             {"compute": computing, "tensor_parallel": 0.1 * tensor, "data_parallel": waiting}, 1.0, 0.0, 1
@@ -164,12 +166,18 @@ class PlayedProcess:
 
 
 @pytest.mark.parametrize(
-    ("weight_bytes", "activation_bytes", "impossible_rows"),
-    [(80_000, 100, 0), (1_000, 5_000, 0), (20_000, 1_000, 0), (5_000, 3_000, 1)],
-    ids=["large weights", "large activations", "both", "one row is impossible"],
+    ("weight_bytes", "activation_bytes", "impossible_rows", "precision"),
+    [
+        (80_000, 100, 0, "32-true"),
+        (1_000, 5_000, 0, "32-true"),
+        (20_000, 1_000, 0, "32-true"),
+        (5_000, 3_000, 1, "32-true"),
+        (20_000, 1_000, 0, "bf16-mixed"),
+    ],
+    ids=["large weights", "large activations", "both", "one row is impossible", "mixed precision"],
 )
 def test_search_finds_what_trying_all_variants_finds(
-    monkeypatch: pytest.MonkeyPatch, weight_bytes: int, activation_bytes: int, impossible_rows: int
+    monkeypatch: pytest.MonkeyPatch, weight_bytes: int, activation_bytes: int, impossible_rows: int, precision: str
 ) -> None:
     monkeypatch.setattr(PlayedProcess, "weight_bytes", weight_bytes)
     monkeypatch.setattr(PlayedProcess, "activation_bytes", activation_bytes)
@@ -177,7 +185,7 @@ def test_search_finds_what_trying_all_variants_finds(
     monkeypatch.setattr("weft.strategy.tuning.modules.DryRunProcess", PlayedProcess)
     trials: dict[Layout, list[tuple[float, int]]] = {}
     for variant in _variants(4, 16):
-        request = _request(variant, 16)
+        request = _request(variant, 16, precision=precision)
         if request.num_rows == impossible_rows:
             continue
         [prediction] = PlayedProcess().run(request)
@@ -188,10 +196,10 @@ def test_search_finds_what_trying_all_variants_finds(
         )
     assert len(trials) == 12
     for limit in {peak + change for each in trials.values() for _, peak in each for change in (0, -1)}:
-        found = tune_module(Blocks, 4, cluster=RATES, memory=limit, max_results=100)
+        found = tune_module(Blocks, 4, cluster=RATES, memory=limit, max_results=100, precision=precision)
         assert _found(found.layouts) == _expected(trials, limit), limit
         assert (found.smallest is None) == bool(found.layouts)
-        best = tune_module(Blocks, 4, cluster=RATES, memory=limit, max_results=2)
+        best = tune_module(Blocks, 4, cluster=RATES, memory=limit, max_results=2, precision=precision)
         seconds = sorted(each.step_seconds for each in found.layouts)[:2]
         assert [each.step_seconds for each in best.layouts] == seconds
 
@@ -250,6 +258,10 @@ def test_tokens_are_sharded_where_that_is_needed() -> None:
     assert options == {"plan": "auto", "layout": "tp2", "sequence_parallel": True} and "  tokens   " in text
 
 
+def _no_styles(name: str, module: nn.Module) -> None:
+    pass
+
+
 def test_results_are_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("weft.strategy.tuning.modules.DryRunProcess", PlayedProcess)
     monkeypatch.setattr(PlayedProcess, "num_runs", 0)
@@ -265,6 +277,15 @@ def test_results_are_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         found = tune_module(Blocks, 4, cache=cache, **arguments)
         return found, PlayedProcess.num_runs - before, cache.path_of_hit is not None
 
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN))
+    assert not search(plan=path)[2] and search(plan=path)[2]
+    path.write_text(json.dumps(HEADS))
+    assert not search(plan=path)[2] and search(plan=path)[2]
+    assert search(plan=_no_styles)[2] is search(plan=_no_styles)[2] is False  # its rules are not known
+    path.unlink()
+    for each in tmp_path.glob("layouts/*"):
+        each.unlink()
     first, num_runs, _ = search()
     assert num_runs > 2 and search() == (first, 1, True)
     others = [
@@ -287,6 +308,10 @@ def test_results_are_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert ResultCache.of_environment() is None
 
 
+def _adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.5)
+
+
 def test_digests_differ_where_modules_do() -> None:
     with DryRunProcess() as process:
 
@@ -294,6 +319,7 @@ def test_digests_differ_where_modules_do() -> None:
             request = Request(module, **{**OPTIONS, "num_steps": 1, "is_traced": True, **options})
             return process.run(request)[0].digest
 
+        assert digest(optimizer=_adam) == digest(optimizer="AdamW")  # with other learning rates
         same = digest()
         assert len(same) == 64 and digest() == same
         different = [digest(OtherBlocks), digest(num_rows=3), digest(optimizer="SGD")]
@@ -337,6 +363,7 @@ def test_impossible_layouts_are_named() -> None:
         ({"optimizer_in_backward": "rows"}, "tune: got optimizer_in_backward='rows', which excludes"),
         ({"fixed": "tp=3"}, "tune: got 2 devices, which no layout divides with the sizes that are fixed"),
         ({"global_rows": 3, "fixed": "tp=1"}, "tune: got 2 devices and 3 rows for a step, which no layout divides"),
+        ({"fixed": "zero=1", "optimizer_in_backward": True}, "tune: got zero_stage 1 with optimizer_in_backward"),
         ({"fixed": "pp=2"}, "tune: got a fixed size of pipeline_parallel for a module"),
         ({"plan": {"layers.*.7": "column"}}, "tune: no layout of 2 devices is valid: .*layers"),
         ({"module": lambda: nn.Linear(1, 1)}, "cannot be sent to a new process"),

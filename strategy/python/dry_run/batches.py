@@ -43,6 +43,18 @@ def num_rows_of(batch: Any) -> int:
     return sizes[0] if sizes else 1
 
 
+def num_bytes_of(batch: Any) -> int:
+    """Return the bytes of all tensors of a batch."""
+    sizes: list[int] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    map_tensors(add, batch)
+    return sum(sizes)
+
+
 def with_rows(batch: Any, num_rows: int) -> Any:
     """Return a batch with `num_rows` rows in all tensors that have as many rows as the first: repeated, or the first.
 

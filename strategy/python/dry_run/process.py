@@ -72,8 +72,10 @@ class DryRunProcess:
                 f"estimate: the process of the dry run ended with exit status {self._process.exitcode}; check that a "
                 'script starts it under `if __name__ == "__main__"`, and that the host has enough memory.'
             ) from None
+        except _NotSendableError:
+            raise
         except (AttributeError, TypeError, ValueError, pickle.PicklingError) as error:
-            raise _not_sendable(error) from error
+            raise _NotSendableError(error) from error
         if kind == "invalid":
             raise ValueError(content.replace("compare: ", "estimate: ", 1))  # an error of `comparison.subject`
         if kind == "failed":
@@ -89,17 +91,19 @@ class DryRunProcess:
         try:
             payload = pickle.dumps(value)
         except Exception as error:  # __reduce__ of a user's object may raise anything
-            raise _not_sendable(error) from error
+            raise _NotSendableError(error) from error
         self._connection.send(payload)
         self._sent.append(value)
         return len(self._sent) - 1
 
 
-def _not_sendable(error: Exception) -> ValueError:
-    return ValueError(
-        f"estimate: the arguments cannot be sent to a new process ({error}); pass a module, batch and loss_fn that can "
-        "be pickled: functions at the top level of a file, or the 'package.module:name' of one."
-    )
+class _NotSendableError(ValueError):
+    def __init__(self, error: Exception) -> None:
+        super().__init__(
+            f"estimate: the arguments cannot be sent to a new process ({error}); pass a module that no run has set up, "
+            "and a batch and loss_fn that can be pickled: functions at the top level of a file, or the "
+            "'package.module:name' of one."
+        )
 
 
 class _MadeOnce:

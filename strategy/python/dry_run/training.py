@@ -24,7 +24,7 @@ from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fs
 from weft.strategy.data_parallel.fully_sharded import mixed_precision_policy
 from weft.strategy.data_parallel.reducer import average_gradient
 from weft.strategy.deferred import attributes_of, deferred_init, is_deferred, materialize
-from weft.strategy.dry_run.batches import batch_of, num_rows_of, with_rows
+from weft.strategy.dry_run.batches import batch_of, num_bytes_of, num_rows_of, with_rows
 from weft.strategy.dry_run.counting_mode import CountingMode
 from weft.strategy.dry_run.ledger import TensorLedger, local_of
 from weft.strategy.dry_run.request import Request
@@ -56,7 +56,8 @@ class Prediction:
         unmeasured: operators whose calls are too large for a measurement of their temporaries.
         num_rows: of the batch that was given, or that the model offers.
         times: of the last step; None: they were not asked for.
-        digest: of the modules and of all calls of operators; "": it was not asked for.
+        digest: of the modules, of all calls of operators and of `phases`; "": it was not asked for.
+        batch_bytes: of the tensors of the batch.
     """
 
     num_parameters: int
@@ -68,6 +69,7 @@ class Prediction:
     num_rows: int
     times: StepTimes | None = None
     digest: str = ""
+    batch_bytes: int = 0
 
 
 def predict(
@@ -132,16 +134,20 @@ class _DryRun:
             batch = self._counted_batch(given)
             self._ledger.hold(map(local_of, (*model.parameters(), *model.buffers())))
             self._train(model, batch, loss_fn)
+        phases = self._phases()
+        if self._trace is not None:
+            self._trace.add_bytes(phases)
         return Prediction(
             num_parameters,
             self._rank,
             () if self._stages is None else self._stages.pipeline.stages,
             () if self._stages is None else self._stages.cuts,
-            self._phases(),
+            phases,
             tuple(sorted(self._counting.unmeasured)),
             num_rows,
             None if self._clock is None else self._clock.end_step(),
             "" if self._trace is None else self._trace.digest(),
+            num_bytes_of(given),
         )
 
     def _build(self) -> nn.Module:

@@ -19,15 +19,23 @@ class FoundBatch:
         num_rows: of the batch of a data-parallel rank; 0: none fits.
         peak_bytes: of the rank with the most, with this batch; if none fits, with the smallest that is possible.
         num_dry_runs: that the search has needed.
+        error: the last line of the first error with more rows than in the given batch; "": there was none.
     """
 
     num_rows: int
     peak_bytes: int
     num_dry_runs: int
+    error: str = ""
 
 
 def largest_batch(
-    module: Any, memory: str | int, *, given_rows: int | None = None, max_rows: int, **options: Any
+    module: Any,
+    memory: str | int,
+    *,
+    given_rows: int | None = None,
+    max_rows: int,
+    num_waiting_batches: int = 0,
+    **options: Any,
 ) -> FoundBatch:
     """Return the largest batch with which training fits into `memory`.
 
@@ -39,6 +47,7 @@ def largest_batch(
         memory: the most bytes of a device, such as "72GB".
         given_rows: the rows that the batch must have (the first dim of its tensors); None: any number.
         max_rows: the most rows that are tried.
+        num_waiting_batches: that the device holds while it trains another one; `peak_bytes` contains them.
 
     Raises:
         ValueError: an argument is not valid, or the batch has other rows than `given_rows`.
@@ -53,7 +62,7 @@ def largest_batch(
         def peak_of(num_rows: int | None) -> tuple[int, int]:
             predictions = process.run(dataclasses.replace(request, num_rows=num_rows))
             peak = max(sum(usage.values()) for each in predictions for usage in each.phases.values())
-            return predictions[0].num_rows, peak
+            return predictions[0].num_rows, peak + num_waiting_batches * predictions[0].batch_bytes
 
         num_rows, peak = peak_of(None)
         if given_rows is not None and num_rows != given_rows:
@@ -62,15 +71,21 @@ def largest_batch(
                 "have a row for each sample."
             )
 
+        first_error = ""
+
         def try_peak_of(rows: int) -> int | None:
+            nonlocal first_error
             try:
                 return peak_of(rows)[1]
             except ProcessEndedError:
                 raise
-            except (ValueError, RuntimeError):  # such as fewer rows than micro-batches
+            except (ValueError, RuntimeError) as error:  # such as fewer rows than micro-batches
+                if rows > num_rows and not first_error:
+                    first_error = f"{rows} rows: {str(error).strip().splitlines()[-1]}"
                 return None
 
-        return search_rows(try_peak_of, limit, (num_rows, peak), max_rows)
+        found = search_rows(try_peak_of, limit, (num_rows, peak), max_rows)
+        return dataclasses.replace(found, error=first_error)
 
 
 def search_rows(peak_of: Callable[[int], int | None], limit: int, first: tuple[int, int], max_rows: int) -> FoundBatch:

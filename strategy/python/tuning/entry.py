@@ -36,13 +36,18 @@ def tune_file(path: str | Path, num_devices: int, **options: Any) -> Tuning:
     config = load_file(path)
     if isinstance(config, Mapping):
         config = {key: value for key, value in config.items() if key not in _CHOSEN}
-        searches = [
-            (formats, tune_training(read_config({**config, **formats}, path.parent, "tp1"), num_devices, **options))
-            for formats in combinations_of(config)
-        ]
-        if len(searches) > 1:
-            return merged(searches, options.get("max_results", _NUM_RESULTS))
-        return searches[0][1]
+        searches: list[tuple[dict[str, Any], Tuning]] = []
+        errors = []
+        for formats in combinations_of(config):
+            try:
+                training = read_config({**config, **formats}, path.parent, "tp1")
+                searches.append((formats, tune_training(training, num_devices, **options)))
+            except ValueError as error:
+                errors.append((formats, error))
+        if not searches:
+            raise errors[0][1]
+        rejections = {", ".join(map(" ".join, formats.items())): str(error) for formats, error in errors}
+        return merged(searches, options.get("max_results", _NUM_RESULTS), rejections)
     return tune_training(read_config(config, path.parent, "tp1"), num_devices, **options)
 
 

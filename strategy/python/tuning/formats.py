@@ -27,19 +27,28 @@ def combinations_of(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(zip(lists, values, strict=True))
 
 
-def merged(searches: Sequence[tuple[dict[str, Any], Tuning]], max_results: int) -> Tuning:
-    """Return the result of a search of all combinations, from a combination and its result each."""
+def merged(
+    searches: Sequence[tuple[dict[str, Any], Tuning]], max_results: int, rejections: Mapping[str, str]
+) -> Tuning:
+    """Return the result of a search of all combinations.
+
+    Args:
+        searches: a combination and its result each.
+        rejections: names of combinations that are not valid, with the reasons.
+    """
     chosen = [(_with(formats, found), found) for formats, found in searches]
     layouts = sorted((each for found, _ in chosen for each in found.layouts), key=lambda each: each.step_seconds)
     smallest = [found.smallest for found, _ in chosen if found.smallest is not None]
     _, first = searches[0]
     names = {name for formats, _ in searches for name in formats}
+    rejected = dict(rejection for _, found in searches for rejection in found.rejections)
     return dataclasses.replace(
         first,
         layouts=tuple(layouts[:max_results]),
         smallest=None if layouts else min(smallest, key=lambda each: each.peak_bytes),
         num_candidates=sum(found.num_candidates for _, found in searches),
         num_above_limit=sum(found.num_above_limit for _, found in searches),
+        rejections=(*rejected.items(), *rejections.items()),
         options={name: value for name, value in first.options.items() if name not in names},
         front=_front(each for found, _ in chosen for each in found.front),
     )

@@ -23,11 +23,11 @@ _AXES = ("data_replicate", "data_parallel", "tensor_parallel")
 _CHOSEN = ("layout", "rank", "num_rows", "accumulate_grad_batches")
 _PIPELINE = ("pipeline_cuts", "pipeline_schedule", "num_micro_batches", "pipeline_module")
 # Attributes of a search on which its result depends, beside the request, the cluster and the memory.
-_OF_KEY = ("num_devices", "fixed", "max_results", "choices", "keeps_batch")
+_ATTRIBUTES_OF_KEY = ("num_devices", "fixed", "max_results", "choices", "keeps_batch")
 _PRINTED = ("optimizer_state", "master_weights")
 _ZERO_STAGES = (3, 2, 1)  # replicas are another axis
-# The least share of the computing time of replicas for which ranks compute that shard instead. They run the same
-# operators, without the copies of gradients into buckets.
+# The least share of the computing time of replicas for which ranks compute that shard instead: they run the same
+# operators, without the copies of gradients into buckets. In mixed precision there is none, because FSDP2 saves casts.
 _LEAST_COMPUTING = 0.9
 
 
@@ -61,8 +61,9 @@ def tune_module(
         global_rows: rows of a step, over all ranks; None: those of the batch times the devices.
         keeps_batch: each data-parallel rank gets the batch as it is, so that the rows of a step depend on the layout.
         fixed: sizes that are not chosen, such as "tp=2".
-        cache: has the results of earlier searches, and takes this one. A dry run without times finds whether the
-            module is the same: it has the same modules, and calls the same operators.
+        cache: from which the result is read, if an earlier search has written it for the same training, and to which it
+            is written otherwise. The training is the same if a dry run of one step has the same modules, operators and
+            bytes. A plan of a function is not kept.
 
     Raises:
         ValueError: an argument is not valid, or no layout is possible.
@@ -86,6 +87,11 @@ def tune_module(
     options = {name: value for name, value in options.items() if value is not None}
     if "zero_stage" in sizes:
         options["zero_stage"] = sizes.pop("zero_stage")
+    if options.get("zero_stage") == 1 and not _may_shard_states(options):
+        raise ValueError(
+            "tune: got zero_stage 1 with optimizer_in_backward, optimizer_state or master_weights, which need another "
+            "stage; use 3, or leave one of them out."
+        )
     rates = read_cluster(cluster)
     search = _Search(
         Request(module, **options),
@@ -100,9 +106,18 @@ def tune_module(
     return search.run(global_rows, {name: options[name] for name in _PRINTED if name in options}, cache)
 
 
+def _may_shard_states(options: dict[str, Any]) -> bool:
+    """Return whether zero_stage=1 goes with the other options."""
+    has_formats = any(options.get(name, "float32") != "float32" for name in _PRINTED)
+    return not options.get("optimizer_in_backward") and not has_formats
+
+
 @dataclasses.dataclass(frozen=True)
 class _Choices:
-    """The values that a search tries, the fastest first, except for the sizes of axes and the batches."""
+    """The values that a search tries, except for the sizes of axes and the batches.
+
+    The first ones are tried first; the others only for layouts that do not fit with these.
+    """
 
     zero_stages: tuple[int, ...]
     checkpointing: tuple[str, ...]
@@ -113,8 +128,7 @@ class _Choices:
     def beside(cls, options: dict[str, Any]) -> _Choices:
         """Return all values of what `options` do not have, without those that exclude each other."""
         in_backward = options.get("optimizer_in_backward")
-        is_low_precision = any(options.get(name, "float32") != "float32" for name in _PRINTED)
-        stages = _ZERO_STAGES[:-1] if in_backward or is_low_precision else _ZERO_STAGES
+        stages = _ZERO_STAGES if _may_shard_states(options) else _ZERO_STAGES[:-1]
         return cls(
             (options["zero_stage"],) if "zero_stage" in options else stages,
             (options["activation_checkpointing"],) if "activation_checkpointing" in options else CHECKPOINTING,
@@ -174,30 +188,34 @@ class _Search:
             return found
 
     def _key(self, cache: ResultCache, global_rows: int | None) -> str | None:
-        """Return the key of this search; None: no layout can be traced."""
-        for variant in self._layouts():
-            try:
-                prediction = self._trials.predict(variant, has_times=False, num_steps=1, is_traced=True)
-            except ProcessEndedError:
-                raise
-            except (ValueError, RuntimeError):
-                continue
-            names = [field.name for field in dataclasses.fields(Request) if field.name not in ("module", "batch")]
-            return cache.key_of(
-                digest=prediction.digest,
-                request={name: getattr(self._request, name) for name in names},
-                cluster=pickle.dumps(self._cluster).hex(),
-                limit=self._limit,
-                global_rows=global_rows,
-                **{name: getattr(self, f"_{name}") for name in _OF_KEY},
-            )
-        return None
+        """Return the key of this search; None: the plan is a function, or the first layout is not possible."""
+        plan = Plan(self._request.plan)
+        first = next(self._layouts(), None)
+        try:
+            rules = plan.preset or plan.to_json()
+            if first is None:
+                return None
+            prediction = self._trials.predict(first, has_times=False, num_steps=1, is_traced=True)
+        except ProcessEndedError:
+            raise
+        except (ValueError, RuntimeError):
+            return None
+        names = [field.name for field in dataclasses.fields(Request) if field.name not in ("module", "batch", "plan")]
+        return cache.key_of(
+            digest=prediction.digest,
+            plan=(rules, plan.verify, plan.sequence_parallel),
+            request={name: getattr(self._request, name) for name in names},
+            cluster=pickle.dumps(self._cluster).hex(),
+            limit=self._limit,
+            global_rows=global_rows,
+            **{name: getattr(self, f"_{name}") for name in _ATTRIBUTES_OF_KEY},
+        )
 
     def _find(self, printed: dict[str, Any]) -> Tuning:
         """Search in the order of bounds of the time.
 
-        The bound of a layout in which data-parallel ranks shard is the time for which the same number of replicas
-        computes; when the search reaches it, a dry run of the layout in its fastest variant gives the next bound; and
+        In full precision, the bound of a layout in which data-parallel ranks shard is a share of the time for which the
+        same number of replicas computes. When the search reaches it, a dry run of the layout gives the next bound; and
         when it reaches that, the fastest variant that fits is found.
         """
         layouts = list(self._layouts())
@@ -227,7 +245,8 @@ class _Search:
                 if base is not None:
                     heapq.heappush(queue, (base.seconds, next(order), layout, base))
                 num_rejected += base is None
-                least = 0.0 if base is None else _LEAST_COMPUTING * base.computing_seconds
+                is_mixed = self._request.precision.endswith("-mixed")
+                least = 0.0 if base is None or is_mixed else _LEAST_COMPUTING * base.computing_seconds
                 for each in waiting.pop(_group_of(layout), ()) if layout.data_parallel == 1 else ():
                     heapq.heappush(queue, (least, next(order), each, None))
                 continue
@@ -386,4 +405,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def _plan_text(plan: Any) -> Any:
-    return plan if isinstance(plan, str) else Plan(plan).to_json()
+    """Return the text of the option `plan` of a strategy; of a function, its name, to be replaced by the function."""
+    if isinstance(plan, str):
+        return plan
+    plan = Plan(plan)
+    try:
+        return plan.preset or plan.to_json()
+    except ValueError:
+        return str(plan)

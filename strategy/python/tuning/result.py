@@ -108,7 +108,7 @@ class Tuning:
         global_sequences: of a step; None: each data-parallel rank keeps its batch, so that they depend on the layout.
         tokens: of a sequence; None: a module was searched, so that sequences are rows.
         cluster: its name.
-        num_candidates: the layouts that the search has compared.
+        num_candidates: the variants that the search has compared, by their times or by bounds of these.
         num_above_limit: the layouts that need more memory, among those that are faster than the last of `layouts`; if
             there are fewer than wanted, among all.
         rejections: layouts, or sizes such as "tp16", each with the reason why it is not possible.

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 
 import weft
 from weft.strategy import _plan
-from weft.strategy.plan import Plan
 from weft.strategy.tuning.result import FoundLayout, Tuning
 
 
@@ -33,17 +32,27 @@ class ResultCache:
 
     @classmethod
     def of_environment(cls) -> ResultCache | None:
-        """Return the cache in $WEFT_CACHE_DIR, or else in the user's folder of caches; None: the variable is empty."""
+        """Return the cache in $WEFT_CACHE_DIR, or else in the user's folder of caches.
+
+        None: the variable is empty, or the user has no home folder.
+        """
         given = os.environ.get("WEFT_CACHE_DIR")
         if given == "":
             return None
-        root = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "weft"
-        return cls(root / "layouts")
+        try:
+            folder = Path(given or os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        except RuntimeError:
+            return None
+        return cls((folder if given else folder / "weft") / "layouts")
 
     def key_of(self, **values: Any) -> str:
-        """Return the key of a search with these arguments on this host, with the installed versions."""
-        versions = (weft.__version__, os.stat(_plan.__file__).st_mtime_ns, torch.__version__, platform.node())
-        text = json.dumps({"versions": versions, **values}, sort_keys=True, default=_describe)
+        """Return the key of a search with these arguments on this host, with the code of the search.
+
+        `values`: plain data, dataclasses, classes and functions, which their names stand for.
+        """
+        host = (platform.node(), torch.get_num_threads())
+        versions = (weft.__version__, torch.__version__, *(path.stat().st_mtime_ns for path in _sources()))
+        text = json.dumps({"host": host, "versions": versions, **values}, sort_keys=True, default=_describe)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def path_of(self, key: str) -> Path:
@@ -51,6 +60,7 @@ class ResultCache:
 
     def load(self, key: str) -> Tuning | None:
         """Return the result with this key; None: there is none, or its file cannot be read."""
+        self.path_of_hit = None
         try:
             found = _tuning_of(json.loads(self.path_of(key).read_text()))
         except (OSError, ValueError, TypeError, KeyError):
@@ -60,11 +70,22 @@ class ResultCache:
 
     def store(self, key: str, found: Tuning) -> None:
         """Write a result, at once or not at all; where the folder cannot be written, nothing is kept."""
-        with contextlib.suppress(OSError):
+        part = self._folder / f"{key}.{platform.node()}.{os.getpid()}.part"
+        try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._folder, suffix=".part", delete=False) as file:
-                json.dump(dataclasses.asdict(found), file, default=_describe)
-            Path(file.name).replace(self.path_of(key))
+            part.write_text(json.dumps(dataclasses.asdict(found), default=_describe))
+            part.replace(self.path_of(key))
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+
+
+def _sources() -> Iterator[Path]:
+    """Yield the files that decide what a search finds; an edited one makes earlier results invalid."""
+    own = Path(__file__).parent
+    for folder in (own, own.parent / "dry_run"):
+        yield from sorted(folder.glob("*.py"))
+    yield Path(_plan.__file__)
 
 
 def _tuning_of(content: dict[str, Any]) -> Tuning:
@@ -87,8 +108,8 @@ def _layout_of(content: dict[str, Any]) -> FoundLayout:
 
 def _describe(value: Any) -> Any:
     """Return plain data that is the same for equal options."""
-    if isinstance(value, Plan):
-        return value.to_json()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
