@@ -182,6 +182,7 @@ class TrainingSpec:
         first_blocks: Sequence[int] | None = None,
         pipeline_schedule: str = "1f1b",
         num_micro_batches: int = 1,
+        sequence_parallel: bool = False,
     ) -> None: ...
     def module_names(self) -> list[str]:
         """The names of the model's modules, parents first, which the plan's patterns match."""
