@@ -25,6 +25,7 @@ class FoundLayout:
         activation_checkpointing: "none", "selective", "full", or "full:8" for the first eight blocks of each rank.
         optimizer_in_backward: whether the optimizer steps in the backward.
         zero_stage: what data-parallel ranks shard, as in the strategies.
+        sequence_parallel: whether tensor-parallel ranks have shards of the tokens between layers; of a configuration.
         pipeline_cuts: the names of the first module of each stage but the first; () without a pipeline.
         pipeline_schedule: "" without a pipeline.
         num_micro_batches: into which a pipeline splits a batch.
@@ -51,6 +52,7 @@ class FoundLayout:
     pipeline_cuts: tuple[str, ...] = ()
     pipeline_schedule: str = ""
     num_micro_batches: int = 1
+    sequence_parallel: bool = False
 
     @property
     def step_seconds(self) -> float:
@@ -68,6 +70,8 @@ class FoundLayout:
         options: dict[str, Any] = {"layout": self.layout}
         if self.activation_checkpointing != "none":
             options["activation_checkpointing"] = self.activation_checkpointing
+        if self.sequence_parallel:
+            options["sequence_parallel"] = True
         if self.optimizer_in_backward:
             options["optimizer_in_backward"] = True
         if self.shards_data and self.zero_stage != 3:
@@ -217,6 +221,8 @@ class Tuning:
         parts = [f"layout {layout.layout}", f"{self._rows(layout.sequences)} in a batch"]
         if layout.activation_checkpointing != "none":
             parts.append(f"{layout.activation_checkpointing} activation checkpointing")
+        if layout.sequence_parallel:
+            parts.append("sequence_parallel")
         if layout.optimizer_in_backward:
             parts.append("optimizer_in_backward")
         if layout.shards_data and layout.zero_stage != 3:
@@ -241,6 +247,7 @@ def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
         "batch": [str(layout.sequences) for layout in layouts],
         "accum.": [str(layout.accumulate_grad_batches) for layout in layouts],
         "pipeline": [_pipeline_text(layout) for layout in layouts],
+        "seq. parallel": [_sequence_text(layout) for layout in layouts],
         "checkpoints": [layout.activation_checkpointing for layout in layouts],
         "in backward": ["yes" if layout.optimizer_in_backward else "no" for layout in layouts],
         "step": [f"{layout.step_seconds:.4g} s" for layout in layouts],
@@ -254,6 +261,8 @@ def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
     }
     if not any(layout.pipeline_cuts for layout in layouts):
         del columns["pipeline"]
+    if "yes" not in columns["seq. parallel"] or len(set(columns["seq. parallel"])) == 1:
+        del columns["seq. parallel"]
     if all(layout.zero_stage == 3 for layout in layouts):
         del columns["zero"]
     cells = [[header, *column] for header, column in columns.items()]
@@ -261,6 +270,11 @@ def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
     rows = zip(*cells, strict=True)
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [line.rstrip() for line in lines]
+
+
+def _sequence_text(layout: FoundLayout) -> str:
+    is_possible = any(part.startswith("tp") and part != "tp1" for part in layout.layout.split(","))
+    return "-" if not is_possible else "yes" if layout.sequence_parallel else "no"
 
 
 def _pipeline_text(layout: FoundLayout) -> str:
