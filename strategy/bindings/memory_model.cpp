@@ -98,7 +98,8 @@ TrainingSpec make_spec(const ModelSpec& model,
                        int64_t zero_stage,
                        std::optional<std::vector<int64_t>> first_blocks,
                        const std::string& pipeline_schedule,
-                       int64_t num_micro_batches) {
+                       int64_t num_micro_batches,
+                       bool sequence_parallel) {
   const auto steps = backward_steps(optimizer_in_backward);
   const auto weights = value_of("master_weights", master_weights, kWeights);
   auto states = value_of("optimizer_state", optimizer_state, kStates);
@@ -120,6 +121,7 @@ TrainingSpec make_spec(const ModelSpec& model,
           .micro_batches = accumulate_grad_batches,
           .zero_stage = zero_stage,
           .pipeline = std::move(pipeline),
+          .sequence_parallel = sequence_parallel,
           .precision = value_of("precision", precision, kPrecisions),
           .optimizer = value_of("optimizer", optimizer, kOptimizers),
           .states = states,
@@ -241,7 +243,8 @@ void bind_memory_model(py::module_& module) {
            py::arg("zero_stage") = 3,
            py::arg("first_blocks") = py::none(),
            py::arg("pipeline_schedule") = "1f1b",
-           py::arg("num_micro_batches") = 1)
+           py::arg("num_micro_batches") = 1,
+           py::arg("sequence_parallel") = false)
       .def("module_names", [](const TrainingSpec& spec) { return module_names(spec.model); })
       .def(
           "predict",

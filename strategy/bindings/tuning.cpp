@@ -38,6 +38,7 @@ py::dict to_dict(const FoundLayout& layout) {
   result["accumulate_grad_batches"] = training.micro_batches;
   result["activation_checkpointing"] = checkpointing_name(training);
   result["optimizer_in_backward"] = training.steps_in_backward;
+  result["sequence_parallel"] = training.sequence_parallel;
   result["zero_stage"] = training.zero_stage;
   result["first_blocks"] =
       training.pipeline ? training.pipeline->first_blocks : std::vector<int64_t>();
@@ -108,6 +109,7 @@ py::dict search(const TrainingSpec& training,
                 const std::vector<int64_t>& zero_stages,
                 const std::vector<std::string>& activation_checkpointing,
                 const std::vector<bool>& optimizer_in_backward,
+                const std::vector<bool>& sequence_parallel,
                 int64_t max_results,
                 bool finds_front) {
   LayoutSearch search = {.training = training,
@@ -123,6 +125,7 @@ py::dict search(const TrainingSpec& training,
                          .zero_stages = zero_stages,
                          .checkpointing = {},
                          .steps_in_backward = optimizer_in_backward,
+                         .sequence_parallel = sequence_parallel,
                          .max_results = max_results};
   for (const std::string& name : activation_checkpointing) {
     const auto [kind, blocks] = checkpointing_of(name);
@@ -233,6 +236,7 @@ void bind_tuning(py::module_& module) {
       py::arg("zero_stages") = std::vector<int64_t>{3, 2, 1},
       py::arg("activation_checkpointing") = std::vector<std::string>{"none", "selective", "full"},
       py::arg("optimizer_in_backward") = std::vector<bool>{false, true},
+      py::arg("sequence_parallel") = std::vector<bool>{false, true},
       py::arg("max_results") = 5,
       py::arg("finds_front") = false);
 }

@@ -182,6 +182,7 @@ class TrainingSpec:
         first_blocks: Sequence[int] | None = None,
         pipeline_schedule: str = "1f1b",
         num_micro_batches: int = 1,
+        sequence_parallel: bool = False,
     ) -> None: ...
     def module_names(self) -> list[str]:
         """The names of the model's modules, parents first, which the plan's patterns match."""
@@ -259,22 +260,24 @@ def search_layouts(
     zero_stages: Sequence[int] = (3, 2, 1),
     activation_checkpointing: Sequence[str] = ("none", "selective", "full"),
     optimizer_in_backward: Sequence[bool] = (False, True),
+    sequence_parallel: Sequence[bool] = (False, True),
     max_results: int = 5,
     finds_front: bool = False,
 ) -> dict[str, Any]:
     """The layouts with the shortest predicted steps that fit into `memory_limit` bytes of each device.
 
-    `training`: its mesh, pipeline, sequences, zero_stage and accumulate_grad_batches do not matter. `global_sequences`:
-    of a step, over all ranks. A size of an axis that is not None is fixed. The lists are the values to try.
+    `training`: its mesh, pipeline, sequences, zero_stage, accumulate_grad_batches and sequence_parallel do not matter.
+    `global_sequences`: of a step, over all ranks. A size of an axis that is not None is fixed. The lists are the values
+    to try.
 
     Returns {"layouts": the fastest first, "num_candidates", "num_above_limit": of those tried, "smallest": the layout
     with the least bytes if none fits, else None, "rejections": [(tensor-parallel size, why the model cannot be sharded
     over it)], "front": with `finds_front`, the layouts with checkpoints of all blocks or none that no other beats in
     both time and memory, whether they fit or not, the fastest first; else []}. A layout is {"mesh", "sequences",
-    "accumulate_grad_batches", "activation_checkpointing", "optimizer_in_backward", "zero_stage", "first_blocks" ([]
-    without a pipeline), "pipeline_schedule", "num_micro_batches", "seconds": {"compute", "recomputation",
-    "tensor_parallel", "data_parallel", "optimizer", "pipeline"}, "model_flops" and "sent_bytes" of a rank, "bytes":
-    {category: bytes} at the peak of the rank with the most}.
+    "accumulate_grad_batches", "activation_checkpointing", "optimizer_in_backward", "sequence_parallel", "zero_stage",
+    "first_blocks" ([] without a pipeline), "pipeline_schedule", "num_micro_batches", "seconds": {"compute",
+    "recomputation", "tensor_parallel", "data_parallel", "optimizer", "pipeline"}, "model_flops" and "sent_bytes" of a
+    rank, "bytes": {category: bytes} at the peak of the rank with the most}.
 
     ValueError: a number below 1, or no layout is valid.
     """

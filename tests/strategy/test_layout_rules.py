@@ -61,17 +61,22 @@ def test_replicas_are_no_faster_on_one_host() -> None:
 
 def test_few_samples_and_large_layers_need_tensor_parallelism() -> None:
     situation = "or a step has fewer samples"
-    assert _best(EIGHT_BILLION, 8, global_sequences=2).layout == "dp2,tp4" and _stands_in_row("dp2,tp4", situation)
-    assert _best(_llama(32768, 2, 64, 32000), 8).layout == "tp8" and _stands_in_row("tp8", situation)
+    few_samples, large_layers = _best(EIGHT_BILLION, 8, global_sequences=2), _best(_llama(32768, 2, 64, 32000), 8)
+    assert few_samples.layout == "dp2,tp4" and _stands_in_row("dp2,tp4", situation)
+    assert large_layers.layout == "tp8" and _stands_in_row("tp8", situation)
+    assert few_samples.sequence_parallel and large_layers.sequence_parallel
 
 
-@pytest.mark.parametrize(("rate", "layout"), [(4e10, "dp32"), (1e10, "pp4,dp4,tp2"), (3e9, "pp4,dp8")])
+@pytest.mark.parametrize(("rate", "layout"), [(4e10, "dp32"), (1e10, "pp4,dp4,tp2"), (2e9, "pp4,dp8")])
 def test_slow_networks_need_other_axes_between_hosts(rate: float, layout: str) -> None:
     situation = "adapter for each device" if layout == "dp32" else "slow network"
-    assert _best(EIGHT_BILLION, 32, cluster=_network(rate)).layout == layout and _stands_in_row(layout, situation)
+    best = _best(EIGHT_BILLION, 32, cluster=_network(rate))
+    assert best.layout == layout and _stands_in_row(layout, situation)
+    assert best.sequence_parallel == ("tp" in layout)
 
 
 @pytest.mark.parametrize(("rate", "layout"), [(1e10, "dp16,tp2"), (3e9, "dp4,tp8")])
 def test_slow_networks_need_tensor_parallelism_without_pipelines(rate: float, layout: str) -> None:
     best = _best(EIGHT_BILLION, 32, cluster=_network(rate), fixed="pp=1")
     assert best.layout == layout and _stands_in_row(layout, "slow network")
+    assert best.sequence_parallel

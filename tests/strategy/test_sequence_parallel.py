@@ -44,6 +44,16 @@ def test_layers_with_gathered_output_match_one_device(world_size: int) -> None:
     )
 
 
+@on_ranks(2, 4)
+def test_layers_outside_of_the_blocks_are_sharded(world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Llama(LlamaArgs(dtype=torch.float64))
+    # With other rows than the embedding, it is a single layer, like the output layer of a pipeline's last stage.
+    model.output = nn.Linear(model.output.in_features, 64, bias=False, dtype=torch.float64)
+    model = assert_same_training(lambda m: sequence_parallel(m, world_size), model, token_loss, TOKENS, "SGD")
+    assert model.output.weight.placements == (Shard(0),)
+
+
 class BiasedBlock(nn.Module):
     """An attention and an MLP with biases; a scale, a replicated linear layer and norms between them."""
 

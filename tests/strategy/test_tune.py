@@ -40,6 +40,7 @@ def test_memory_is_that_of_the_estimate() -> None:
             "activation_checkpointing": found.activation_checkpointing,
             "accumulate_grad_batches": found.accumulate_grad_batches,
             "optimizer_in_backward": found.optimizer_in_backward,
+            "sequence_parallel": found.sequence_parallel,
             "zero_stage": found.zero_stage,
         }
         if found.pipeline_cuts:
@@ -227,6 +228,36 @@ def test_pipeline_of_the_file_does_not_matter(tmp_path: Path) -> None:
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
     plain, staged = (tune_file(tmp_path / f"{name}.yaml", 2, cluster="cpu") for name in ("plain", "staged"))
     assert plain == staged
+
+
+def test_sequence_parallelism_is_tried_and_printed() -> None:
+    from weft.lightning import WeftModelParallelStrategy
+
+    search: dict[str, Any] = {"fixed": "tp=4", "max_results": 100}
+    found = tune(**search)
+    assert {each.sequence_parallel for each in found.layouts} == {False, True}
+    assert "seq. parallel" in str(found).splitlines()[2]
+    for wanted in (False, True):
+        kept = tune(**search, config={**CONFIG, "sequence_parallel": wanted})
+        assert {each.sequence_parallel for each in kept.layouts} == {wanted}
+        assert {each.step_seconds for each in kept.layouts} == {
+            each.step_seconds for each in found.layouts if each.sequence_parallel == wanted
+        }
+        text = str(kept)
+        assert "seq. parallel" not in text
+        options = yaml.safe_load(text[text.index("trainer:") :])["trainer"]["strategy"]["init_args"]
+        assert options.get("sequence_parallel", False) is wanted
+        WeftModelParallelStrategy(**options)
+    with pytest.raises(ValueError, match=r"'sequence_parallel' is 1; give true or false"):
+        tune(config={**CONFIG, "sequence_parallel": 1})
+
+
+def test_plans_without_a_prediction_leave_sequence_parallelism_out() -> None:
+    config = {**CONFIG, "plan": {"model.layers.*.mlp": "column_row_mlp"}}
+    found = tune(config=config, fixed="tp=4")
+    assert not found.rejections and not any(each.sequence_parallel for each in found.layouts)
+    with pytest.raises(ValueError, match="attention and MLP are sharded by column and row rules"):
+        tune(config={**config, "sequence_parallel": True}, fixed="tp=4")
 
 
 def test_zero_stages_are_kept() -> None:

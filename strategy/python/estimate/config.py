@@ -30,6 +30,7 @@ _KEYS = (
     "activation_checkpointing",
     "accumulate_grad_batches",
     "zero_stage",
+    "sequence_parallel",
     "device",
     "pipeline_cuts",
     "pipeline_schedule",
@@ -163,6 +164,8 @@ def read_config(config: Any, folder: Path, layout: str | None = None) -> Trainin
             "optimizer_in_backward is not supported with precision 16-mixed, whose gradient scaler decides after "
             "the backward whether to step; use bf16-mixed, or leave optimizer_in_backward out."
         )
+    if not isinstance(options.get("sequence_parallel", False), bool):
+        raise ValueError(f"'sequence_parallel' is {options['sequence_parallel']!r}; give true or false.")
     plan = _plan_of(config.get("plan", "auto"), folder)
     pipeline = _pipeline(config, mesh)
     model, hugging_face = _model(config["model"], folder)

@@ -167,9 +167,11 @@ def _estimate_state(training: Training, reason: str) -> Estimate:
             "use --module."
         )
     other_axes = _plan.Mesh([(axis, size) for axis, size in training.mesh.axes if axis != PIPELINE_AXIS])
-    training.spec(_ONE_MLP, other_axes)  # raises for unknown names
+    # Raises for unknown names. Sequence parallelism, which one MLP does not have, changes no persistent bytes.
+    training.spec(_ONE_MLP, other_axes, sequence_parallel=False)
     # Raises for axes and combinations of options that are not supported; one MLP has no blocks to checkpoint.
-    _, bytes_per_parameter = training.spec(_ONE_MLP, other_axes, activation_checkpointing="none").parameter_cost()
+    alone = training.spec(_ONE_MLP, other_axes, activation_checkpointing="none", sequence_parallel=False)
+    _, bytes_per_parameter = alone.parameter_cost()
     found = _module_with_torch().state_of_ranks(training)
     by_figures: dict[tuple[int, ...], RankEstimate] = {}
     tp_size = axis_size(training.mesh, "tensor_parallel")

@@ -133,11 +133,11 @@ def _assign_groups(
         claimed.update(id(model.get_submodule(name)) for name in used)
     for name, module in model.named_modules():
         claimed.update(id(layer) for layer in _assign_attention(result, name, module, num_holders, evidence, claimed))
-    if shards_sequence:  # outside of groups a layer computes on this rank's tokens only and must be replicated
-        return
+    # With a sharded sequence, a layer between the groups of a block computes on this rank's tokens, and is replicated.
+    singles = set(_modules_outside_blocks(model)) if shards_sequence else None
     total = sum(p.numel() for p in model.parameters())
     for name, module in model.named_modules():
-        if not is_free(module) or name in result.styles:
+        if not is_free(module) or name in result.styles or (singles is not None and name not in singles):
             continue
         if why_no_linear(module) is None and evidence.is_called(module) and not evidence.is_read(module):
             _assign_single(result, name, module, total)

@@ -64,8 +64,8 @@ def tune_training(
 ) -> Tuning:
     """Return the layouts with the shortest predicted steps that fit.
 
-    Options of the training are not changed. The ZeRO stage, activation checkpointing and steps in the backward are
-    chosen, unless the training has them.
+    Options of the training are not changed. The ZeRO stage, activation checkpointing, sequence parallelism and steps in
+    the backward are chosen, unless the training has them.
 
     Args:
         cluster: the name of a cluster, or the mapping or file of one (see `read_cluster`).
@@ -89,6 +89,7 @@ def tune_training(
     options = dict(training.options)
     wanted_checkpointing = options.pop("activation_checkpointing", None)
     wanted_in_backward = options.pop("optimizer_in_backward", None)
+    wanted_sequence_parallel = options.pop("sequence_parallel", None)
     if wanted_in_backward is None and options.get("precision") == "16-mixed":
         wanted_in_backward = False  # the gradient scaler decides after the backward whether to step
     sizes = read_fixed(fixed)
@@ -119,6 +120,7 @@ def tune_training(
         zero_stages=_ZERO_STAGES if zero_stage is None else (zero_stage,),
         activation_checkpointing=_CHECKPOINTING if wanted_checkpointing is None else (wanted_checkpointing,),
         optimizer_in_backward=(False, True) if wanted_in_backward is None else (bool(wanted_in_backward),),
+        sequence_parallel=(False, True) if wanted_sequence_parallel is None else (wanted_sequence_parallel,),
         max_results=max_results,
         finds_front=finds_front,
         **sizes,
@@ -155,6 +157,7 @@ def _layout(found: Mapping[str, Any], num_tokens: int, flops: float) -> FoundLay
         accumulate_grad_batches=found["accumulate_grad_batches"],
         activation_checkpointing=found["activation_checkpointing"],
         optimizer_in_backward=found["optimizer_in_backward"],
+        sequence_parallel=found["sequence_parallel"],
         seconds=seconds,
         bytes=dict(found["bytes"]),
         sent_bytes=round(found["sent_bytes"]),

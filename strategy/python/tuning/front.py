@@ -52,4 +52,5 @@ def draw_front(found: Tuning, path: str | Path) -> None:
 
 def _label(layout: FoundLayout) -> str:
     checkpoints = "" if layout.activation_checkpointing == "none" else f", {layout.activation_checkpointing}"
-    return f"{layout.layout}{checkpoints}{', in backward' if layout.optimizer_in_backward else ''}"
+    tokens = ", sequence parallel" if layout.sequence_parallel else ""
+    return f"{layout.layout}{tokens}{checkpoints}{', in backward' if layout.optimizer_in_backward else ''}"

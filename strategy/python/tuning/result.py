@@ -247,7 +247,7 @@ def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
         "batch": [str(layout.sequences) for layout in layouts],
         "accum.": [str(layout.accumulate_grad_batches) for layout in layouts],
         "pipeline": [_pipeline_text(layout) for layout in layouts],
-        "tokens": ["sharded" if layout.sequence_parallel else "full" for layout in layouts],
+        "seq. parallel": [_sequence_text(layout) for layout in layouts],
         "checkpoints": [layout.activation_checkpointing for layout in layouts],
         "in backward": ["yes" if layout.optimizer_in_backward else "no" for layout in layouts],
         **{name: [layout.formats[name] for layout in layouts] for name in layouts[0].formats},
@@ -262,15 +262,20 @@ def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
     }
     if not any(layout.pipeline_cuts for layout in layouts):
         del columns["pipeline"]
+    if "yes" not in columns["seq. parallel"] or len(set(columns["seq. parallel"])) == 1:
+        del columns["seq. parallel"]
     if all(layout.zero_stage == 3 for layout in layouts):
         del columns["zero"]
-    if not any(layout.sequence_parallel for layout in layouts):
-        del columns["tokens"]
     cells = [[header, *column] for header, column in columns.items()]
     widths = [max(map(len, column)) for column in cells]
     rows = zip(*cells, strict=True)
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return [line.rstrip() for line in lines]
+
+
+def _sequence_text(layout: FoundLayout) -> str:
+    is_possible = any(part.startswith("tp") and part != "tp1" for part in layout.layout.split(","))
+    return "-" if not is_possible else "yes" if layout.sequence_parallel else "no"
 
 
 def _pipeline_text(layout: FoundLayout) -> str:

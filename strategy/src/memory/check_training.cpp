@@ -62,6 +62,47 @@ void check_model(const DecoderModel& model, const TrainingSpec& spec) {
   }
 }
 
+// Throws unless the plan shards all layers with matrix products in each block: other ones would
+// compute on a shard of the tokens, with other temporaries.
+void check_sequence_parallel(const TrainingSpec& spec) {
+  if (!spec.sequence_parallel || axis_size(spec.mesh, "tensor_parallel") == 1) {
+    return;
+  }
+  const auto* model = std::get_if<DecoderModel>(&spec.model);
+  if (model == nullptr) {
+    throw std::invalid_argument(
+        "memory: got sequence parallelism for one MLP, which has no blocks between which tokens "
+        "are sharded; leave it out");
+  }
+  if (!spec.plan) {
+    return;  // "auto" shards them
+  }
+  const Styles styles = resolve_styles(spec);
+  for (int64_t layer = 0; layer < model->num_layers; ++layer) {
+    for (const std::string_view name : {"self_attn.q_proj",
+                                        "self_attn.k_proj",
+                                        "self_attn.v_proj",
+                                        "self_attn.o_proj",
+                                        "mlp.gate_proj",
+                                        "mlp.up_proj",
+                                        "mlp.down_proj"}) {
+      const Style wanted =
+          name.ends_with("o_proj") || name.ends_with("down_proj") ? Style::kRow : Style::kColumn;
+      const std::string module = "model.layers." + std::to_string(layer) + "." + std::string(name);
+      const auto found = styles.find(module);
+      if (found == styles.end() || found->second.style != wanted) {
+        throw std::invalid_argument(
+            "memory: with sequence parallelism, there is a prediction only for blocks whose "
+            "attention and MLP are sharded by column and row rules, but the plan gives " +
+            quote_module(module) + " the style " +
+            quote(to_string(found == styles.end() ? Style::kReplicate : found->second.style)) +
+            "; give it the style " + quote(to_string(wanted)) +
+            ", or leave sequence parallelism out");
+      }
+    }
+  }
+}
+
 void check_steps_by_rows(const TrainingSpec& spec) {
   if (spec.micro_batches > 1) {
     throw std::invalid_argument(
@@ -209,6 +250,7 @@ void check_training(const TrainingSpec& spec) {
   }
   check_formats(spec);
   check_zero_stage(spec);
+  check_sequence_parallel(spec);
   if (spec.steps_by_rows) {
     check_steps_by_rows(spec);
   }

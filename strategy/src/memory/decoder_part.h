@@ -11,12 +11,12 @@ namespace weft::strategy::detail {
 // cross-entropy of the next tokens.
 class DecoderPart {
  public:
-  // `rows`: the number of tokens.
+  // `num_sequences`: of the micro-batch.
   DecoderPart(RankMemory& memory,
               const DecoderModel& model,
               const StageLayers& stage,
               const TrainingSpec& spec,
-              int64_t rows);
+              int64_t num_sequences);
 
   // Takes the output of the previous stage, which is empty on the first one, and returns the
   // output, which is empty on the last one. Without a pipeline, FSDP2 gathers and frees the units.
@@ -46,7 +46,7 @@ class DecoderPart {
   StageLayers stage_;
   std::vector<Block> blocks_;
   RmsNorm norm_;
-  int64_t rows_;
+  Rows rows_;
   int64_t vocabulary_ = 0;      // the number of logits of a token in this rank's loss
   int64_t own_vocabulary_ = 0;  // the number of logits of a token that this rank computes
   bool has_embedding_sum_ = false;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "rank_memory.h"
+#include "sequence_shards.h"
 
 #include <string>
 #include <vector>
@@ -12,8 +13,8 @@ namespace weft::strategy::detail {
 // them. Buffers of temporaries are held for the temporaries' lifetime. Temporaries of a few
 // elements per token are left out.
 //
-// `rows` is the number of tokens of an activation. The caller of a layer also holds the layer's
-// input.
+// `rows` are the tokens of a micro-batch; a norm gets the number of tokens of its input. The caller
+// of a layer also holds the layer's input.
 
 // An MLP: one fused column_row_mlp, or separate layers.
 class Mlp {
@@ -22,12 +23,13 @@ class Mlp {
   Mlp(RankMemory& memory, std::vector<std::string> layers);
 
   // Holds `x` until the backward. `needs_input_grad` is false if `x` is the batch.
-  Buffer forward(int64_t rows, const Buffer& x);
-  Buffer backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad);
+  Buffer forward(const Rows& rows, const Buffer& x);
+  Buffer backward(const Rows& rows, const Buffer& grad_y, bool needs_input_grad);
 
  private:
-  Buffer fused_backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad);
-  Buffer layered_backward(int64_t rows, const Buffer& grad_y, bool needs_input_grad);
+  Buffer fused_backward(const Rows& rows, const Buffer& grad_y, bool needs_input_grad);
+  Buffer layered_backward(const Rows& rows, const Buffer& grad_y, bool needs_input_grad);
+  Buffer gather_gradient(const Rows& rows);
   void make_gradients(const std::string& layer);
   void free_saved();
   RankMemory* memory_;
@@ -66,8 +68,8 @@ class Attention {
  public:
   Attention(RankMemory& memory, const std::string& name, const DecoderModel& model);
 
-  Buffer forward(int64_t rows, const Buffer& x);
-  Buffer backward(int64_t rows, const Buffer& grad_y);
+  Buffer forward(const Rows& rows, const Buffer& x);
+  Buffer backward(const Rows& rows);
 
  private:
   // The tensors that a projection saves in addition to its parameters.
@@ -93,11 +95,22 @@ class Attention {
 
 class Block {
  public:
-  Block(RankMemory& memory, const DecoderModel& model, int64_t layer, Checkpointing checkpointing);
+  // The position of a block in its stage. With sequence parallelism, the first block shards the
+  // tokens, and the last one gathers them.
+  struct Position {
+    bool is_first = false;
+    bool is_last = false;
+  };
+
+  Block(RankMemory& memory,
+        const DecoderModel& model,
+        int64_t layer,
+        Checkpointing checkpointing,
+        Position position);
 
   // Holds `x` until the backward; the result counts as saved.
-  Buffer forward(int64_t rows, const Buffer& x);
-  Buffer backward(int64_t rows, const Buffer& grad_y);
+  Buffer forward(const Rows& rows, const Buffer& x);
+  Buffer backward(const Rows& rows, Buffer grad_y);
 
  private:
   // The layers with the buffers that they hold.
@@ -112,11 +125,12 @@ class Block {
 
   // Runs the forward. If `saves_activations`, the layers keep holding the tensors that autograd
   // saves.
-  Buffer run(int64_t rows, const Buffer& x, bool saves_activations);
+  Buffer run(const Rows& rows, const Buffer& x, bool saves_activations);
 
   RankMemory* memory_;
   int64_t dim_;
   Checkpointing checkpointing_;
+  Position position_;
   Layers layers_;
   Layers empty_;  // the layers before any forward, without buffers
   Buffer x_, random_state_;

@@ -201,6 +201,26 @@ void RankMemory::communicate(int64_t num_bytes) {
   hold_staging(staging_, staging_bytes, staging_bytes);
 }
 
+// An all-gather stages the shard, in one half of a buffer and then in the other; a reduce-scatter
+// stages the segments of the other ranks in slots of each half.
+void RankMemory::communicate_shards(int64_t shard_bytes) {
+  if (tp_size_ == 1) {
+    return;
+  }
+  constexpr int64_t kHalfBytes = kMaxStagingBytes / 2;
+  const int64_t slot_bytes = kHalfBytes / tp_size_ / 64 * 64;
+  int64_t staging_bytes = 0;
+  for (const int64_t half : {0, 1}) {
+    const auto rest_after = [&](int64_t first_bytes) {
+      return std::max<int64_t>(shard_bytes - half * first_bytes, 0);
+    };
+    const int64_t gathered = std::min(rest_after(kHalfBytes), kHalfBytes);
+    const int64_t reduced = std::min(rest_after(slot_bytes), slot_bytes) * (tp_size_ - 1);
+    staging_bytes += to_pages(std::max(gathered, reduced));
+  }
+  hold_staging(staging_, staging_bytes, staging_bytes);
+}
+
 // A model with a single unit gathers once and reduces once in a step, so that each message always
 // uses the same buffer.
 void RankMemory::communicate_data(int64_t num_bytes, bool is_gather) {

@@ -42,17 +42,17 @@ RankMemory::RankMemory(const TrainingSpec& spec, int64_t global_rank, Timeline& 
       parameters_(parameters_on_rank(parameters_of(spec.model, styles_), spec, global_rank)),
       parameter_buffers_(parameters_.size()),
       tp_size_(axis_size(spec.mesh, "tensor_parallel")),
+      tp_rank_(coordinate_on(spec.mesh, "tensor_parallel", global_rank)),
       dp_size_(num_fsdp_shards(spec)),
       num_replicas_(num_averaged_replicas(spec)),
       num_state_shards_(spec.zero_stage == 1 ? axis_size(spec.mesh, "data_parallel") : 1),
       activation_bytes_(spec.precision == Precision::k32True ? 4 : 2),
       wide_bytes_(residual_bytes(spec)),
       initial_bytes_(spec.precision == Precision::kHalfTrue ? 2 : 4) {
-  const int64_t tp_rank = coordinate_on(spec.mesh, "tensor_parallel", global_rank);
   has_embedding_ = coordinate_on(spec.mesh, "pipeline_parallel", global_rank) == 0;
   int64_t num_units = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    shapes_.push_back(tensor_parallel_shape(parameters_[i], tp_size_, tp_rank));
+    shapes_.push_back(tensor_parallel_shape(parameters_[i], tp_size_, tp_rank_));
     by_module_[parameters_[i].module].push_back(i);
     num_units = std::max(num_units, unit_of(i) + 1);
   }
@@ -110,7 +110,7 @@ std::vector<int64_t> RankMemory::units_of(const StageLayers& stage) const {
 }
 
 Buffer RankMemory::product(MemoryCategory category, int64_t num_bytes) {
-  if (replayed_ != nullptr && !replayed_->empty()) {
+  if (reuses_products()) {
     Buffer recorded = std::move(replayed_->front());
     replayed_->pop_front();
     return recorded;

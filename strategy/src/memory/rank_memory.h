@@ -55,6 +55,10 @@ class RankMemory {
   // Return the bytes of the result of a matrix product, and of a tensor of the residual stream.
   [[nodiscard]] int64_t product_bytes(int64_t num) const { return num * activation_bytes_; }
   [[nodiscard]] int64_t wide_bytes(int64_t num) const { return num * wide_bytes_; }
+  // Returns the bytes of the result of a norm, which autocast leaves in float32.
+  [[nodiscard]] int64_t norm_bytes(int64_t num) const {
+    return is_autocast() ? num * 4 : wide_bytes(num);
+  }
   // Whether layers compute under autocast, which casts inputs and float32 weights of each layer.
   // FSDP2 gathers parameters in half precision instead.
   [[nodiscard]] bool is_autocast() const {
@@ -90,10 +94,13 @@ class RankMemory {
   // products are reused from the tape until the tape is empty.
   void begin_recomputation(Tape& tape) { replayed_ = &tape; }
   void end_recomputation() { replayed_ = nullptr; }
+  // Whether the next product is reused, so that the operator that makes it does not run again.
+  [[nodiscard]] bool reuses_products() const { return replayed_ != nullptr && !replayed_->empty(); }
 
   // Returns the size of dim `dim` of this rank's tensor-parallel shard of a layer's weight.
   [[nodiscard]] int64_t weight_dim_size(const std::string& module, std::size_t dim) const;
   [[nodiscard]] const ModuleStyle& style(const std::string& module) const;
+  [[nodiscard]] int64_t tp_rank() const { return tp_rank_; }
 
   // Allocates the parameters: as shards, or full first if initialization is not deferred.
   void initialize();
@@ -153,6 +160,9 @@ class RankMemory {
   // messages in a step is even: communicate_once() grows only that buffer.
   void communicate(int64_t num_bytes);
   void communicate_once(int64_t num_bytes);
+  // The same for the all-gathers and reduce-scatters of a sharded sequence, with shards of at most
+  // `shard_bytes`.
+  void communicate_shards(int64_t shard_bytes);
   // Sums the gradients of a tied weight, of which two ranks of a pipeline have copies: each sends a
   // copy of its gradient and adds up both. Then steps if the step is in the backward.
   void sum_tied_gradients();
@@ -243,6 +253,7 @@ class RankMemory {
   Tape* recorded_ = nullptr;
   Tape* replayed_ = nullptr;
   int64_t tp_size_ = 1;
+  int64_t tp_rank_ = 0;
   int64_t dp_size_ = 1;           // ranks over which FSDP2 shards parameters
   int64_t num_replicas_ = 1;      // ranks that average gradients which none of them shards
   int64_t num_state_shards_ = 1;  // ranks that step flat shards

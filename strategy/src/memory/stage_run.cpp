@@ -134,7 +134,7 @@ class StageRun {
       input = take(outputs_, {stage - 1, micro_batch});
     }
     auto part = std::make_unique<DecoderPart>(
-        memory_, model_, stage_of(stage), spec_, rows_of(micro_batch));
+        memory_, model_, stage_of(stage), spec_, sizes_.at(static_cast<std::size_t>(micro_batch)));
     outputs_[key] = part->forward(input);
     parts_[key] = std::move(part);
   }
@@ -151,7 +151,7 @@ class StageRun {
   }
 
   Buffer boundary(MemoryCategory category, int32_t micro_batch) {
-    return memory_.hold_bytes(category, memory_.wide_bytes(rows_of(micro_batch) * model_.dim));
+    return memory_.hold_bytes(category, memory_.wide_bytes(num_rows(micro_batch) * model_.dim));
   }
 
   static Buffer take(std::map<Key, Buffer>& buffers, Key key) {
@@ -170,7 +170,7 @@ class StageRun {
   [[nodiscard]] const StageLayers& stage_of(int32_t stage) const {
     return stages_.at(static_cast<std::size_t>(stage));
   }
-  [[nodiscard]] int64_t rows_of(int32_t micro_batch) const {
+  [[nodiscard]] int64_t num_rows(int32_t micro_batch) const {
     return sizes_.at(static_cast<std::size_t>(micro_batch)) * spec_.tokens;
   }
 

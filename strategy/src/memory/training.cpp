@@ -16,6 +16,7 @@ namespace {
 
 using detail::Buffer;
 using detail::RankMemory;
+using detail::Rows;
 
 constexpr int64_t kTokenIdBytes = 8;  // int64
 
@@ -42,18 +43,18 @@ class Run {
 // The loss is the sum of the output.
 class FeedForwardRun : public Run {
  public:
-  FeedForwardRun(RankMemory& memory, const FeedForwardModel& model, int64_t rows)
+  FeedForwardRun(RankMemory& memory, const FeedForwardModel& model, const Rows& rows)
       : memory_(memory),
         mlp_(memory,
              model.is_gated ? std::vector<std::string>{"w1", "w3", "w2"}
                             : std::vector<std::string>{"w1", "w2"}),
         rows_(rows),
         dim_(model.dim),
-        batch_(memory.batch(rows * model.dim)) {}
+        batch_(memory.batch(rows.all * model.dim)) {}
 
   void forward() override {
     memory_.unshard(0);
-    mlp_.forward(rows_, memory_.gathers_in_half() ? memory_.saved(rows_ * dim_) : batch_);
+    mlp_.forward(rows_, memory_.gathers_in_half() ? memory_.saved(rows_.all * dim_) : batch_);
   }
 
   void backward() override {
@@ -64,7 +65,7 @@ class FeedForwardRun : public Run {
  private:
   RankMemory& memory_;
   detail::Mlp mlp_;
-  int64_t rows_;
+  Rows rows_;
   int64_t dim_;
   Buffer batch_;
 };
@@ -73,11 +74,7 @@ class DecoderRun : public Run {
  public:
   DecoderRun(RankMemory& memory, const DecoderModel& model, const TrainingSpec& spec)
       : batch_(decoder_batch(memory, spec)),
-        part_(memory,
-              model,
-              detail::stages_of(model, spec).front(),
-              spec,
-              spec.sequences * spec.tokens) {}
+        part_(memory, model, detail::stages_of(model, spec).front(), spec, spec.sequences) {}
 
   void forward() override { part_.forward({}); }
   void backward() override { part_.backward({}); }
@@ -89,7 +86,8 @@ class DecoderRun : public Run {
 
 std::unique_ptr<Run> make_run(RankMemory& memory, const TrainingSpec& spec) {
   if (const auto* model = std::get_if<FeedForwardModel>(&spec.model)) {
-    return std::make_unique<FeedForwardRun>(memory, *model, spec.sequences * spec.tokens);
+    return std::make_unique<FeedForwardRun>(
+        memory, *model, detail::rows_of(spec, spec.sequences, memory.tp_rank()));
   }
   return std::make_unique<DecoderRun>(memory, std::get<DecoderModel>(spec.model), spec);
 }
@@ -182,7 +180,7 @@ std::vector<RankClass> distinct_ranks(const TrainingSpec& spec) {
   detail::check_training(spec);
   const int64_t tp_size = detail::axis_size(spec.mesh, "tensor_parallel");
   const auto of_model = detail::parameters_of(spec.model, detail::resolve_styles(spec));
-  // By the position in the pipeline, and the local sizes of all parameters.
+  // By the position in the pipeline, the tokens, and the local sizes of all parameters.
   std::map<std::vector<int64_t>, RankClass> classes;
   // Ranks with the same tp_rank hold the same bytes, because FSDP2 pads its shards.
   const int64_t num_positions = detail::axis_size(spec.mesh, "pipeline_parallel");
@@ -190,7 +188,7 @@ std::vector<RankClass> distinct_ranks(const TrainingSpec& spec) {
     const int64_t first = position * rank_distance(spec.mesh, "pipeline_parallel");
     const auto parameters = detail::parameters_on_rank(of_model, spec, first);
     for (int64_t tp_rank = 0; tp_rank < tp_size; ++tp_rank) {
-      std::vector<int64_t> sizes = {position};
+      std::vector<int64_t> sizes = {position, detail::rows_of(spec, 1, tp_rank).own};
       for (const auto& parameter : parameters) {
         sizes.push_back(
             detail::num_elements(detail::tensor_parallel_shape(parameter, tp_size, tp_rank)));

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -76,7 +77,7 @@ bool divides_blocks(const LayoutSearch& search, const std::vector<Checkpointing>
 
 class Enumeration {
  public:
-  explicit Enumeration(const LayoutSearch& search) : search_(search) {
+  explicit Enumeration(const LayoutSearch& search) : cache(search.cluster), search_(search) {
     const auto* decoder = std::get_if<DecoderModel>(&search.training.model);
     const int64_t num_blocks = decoder == nullptr ? 1 : decoder->num_layers;
     for (const int64_t tensor : allowed(divisors_of(search.num_devices), search.tensor)) {
@@ -84,6 +85,7 @@ class Enumeration {
         continue;
       }
       has_valid_tensor_size = true;
+      sequence_parallel_ = sequence_options(tensor);
       for (const int64_t pipeline :
            allowed(divisors_of(search.num_devices / tensor), search.pipeline)) {
         if (pipeline <= num_blocks) {
@@ -96,22 +98,46 @@ class Enumeration {
   std::vector<Candidate> candidates;
   std::vector<Rejection> rejections;
   bool has_valid_tensor_size = false;
+  WorkCache cache;
 
  private:
   bool is_valid(int64_t tensor) {
+    const bool is_sharded = tensor > 1 && search_.sequence_parallel == std::vector<bool>{true};
+    const std::optional<std::string> reason = rejection_of(tensor, is_sharded);
+    if (reason) {
+      rejections.push_back({.tensor = tensor, .reason = *reason});
+    }
+    return !reason;
+  }
+
+  // Returns why a tensor-parallel size is not possible; nullopt if it is.
+  [[nodiscard]] std::optional<std::string> rejection_of(int64_t tensor,
+                                                        bool sequence_parallel) const {
     try {
       TrainingSpec training = search_.training;
       training.mesh = mesh_of(1, 1, 1, tensor);
       training.pipeline = {};
       training.zero_stage = 3;
+      training.sequence_parallel = sequence_parallel;
       training.checkpointing = Checkpointing::kNone;
       training.checkpointed_blocks = {};
       distinct_ranks(training);
     } catch (const std::invalid_argument& error) {
-      rejections.push_back({.tensor = tensor, .reason = error.what()});
-      return false;
+      return error.what();
     }
-    return true;
+    return std::nullopt;
+  }
+
+  // Returns the values of sequence_parallel that are possible for a tensor-parallel size.
+  [[nodiscard]] std::vector<bool> sequence_options(int64_t tensor) const {
+    if (tensor == 1) {
+      return {false};
+    }
+    std::vector<bool> options = search_.sequence_parallel;
+    if (options.size() > 1 && rejection_of(tensor, true)) {
+      std::erase(options, true);
+    }
+    return options;
   }
 
   void add_meshes(int64_t pipeline, int64_t tensor) {
@@ -169,9 +195,12 @@ class Enumeration {
       if (training.sequences > kMaxTokens / training.tokens) {
         continue;
       }
-      for (const Checkpointing checkpointing : kinds_) {
-        training.checkpointing = checkpointing;
-        add(training);
+      for (const bool sequence_parallel : sequence_parallel_) {
+        training.sequence_parallel = sequence_parallel;
+        for (const Checkpointing checkpointing : kinds_) {
+          training.checkpointing = checkpointing;
+          add(training);
+        }
       }
     }
   }
@@ -189,15 +218,18 @@ class Enumeration {
         continue;
       }
       for (const int64_t micro_batches : divisors_of(sequences)) {
-        for (const Checkpointing checkpointing : kinds_) {
-          training.checkpointing = checkpointing;
-          training.sequences = sequences / micro_batches;
-          training.pipeline = {};
-          training.pipeline = {.first_blocks = stages_of(training, num_stages),
-                               .schedule = schedule,
-                               .micro_batches = micro_batches};
-          training.sequences = sequences;
-          add(training);
+        for (const bool sequence_parallel : sequence_parallel_) {
+          training.sequence_parallel = sequence_parallel;
+          for (const Checkpointing checkpointing : kinds_) {
+            training.checkpointing = checkpointing;
+            training.sequences = sequences / micro_batches;
+            training.pipeline = {};
+            training.pipeline = {.first_blocks = stages_of(training, num_stages),
+                                 .schedule = schedule,
+                                 .micro_batches = micro_batches};
+            training.sequences = sequences;
+            add(training);
+          }
         }
       }
     }
@@ -207,35 +239,55 @@ class Enumeration {
   // Returns even_stages() of a training of one micro-batch. They do not depend on the other axes.
   std::vector<int64_t> stages_of(TrainingSpec training, int64_t num_stages) {
     const int64_t tensor = axis_size(training.mesh, "tensor_parallel");
-    const auto [found, is_new] = stages_.try_emplace(
-        std::tuple(tensor, training.sequences, training.checkpointing, num_stages));
+    const auto [found, is_new] = stages_.try_emplace(std::tuple(tensor,
+                                                                training.sequences,
+                                                                training.sequence_parallel,
+                                                                training.checkpointing,
+                                                                num_stages));
     if (is_new) {
       training.mesh = mesh_of(1, 1, 1, tensor);
       training.checkpointed_blocks = {};  // of each rank, so that all blocks count alike
-      found->second = even_stages(training, search_.cluster, num_stages);
+      found->second = detail::even_stages(training, cache, num_stages);
     }
     return found->second;
+  }
+
+  // Throws for options of the search that exclude each other. Checks each combination once, because
+  // the sizes of the other axes do not matter.
+  void check(const TrainingSpec& training) {
+    if (checked_
+            .emplace(axis_size(training.mesh, "tensor_parallel"),
+                     training.zero_stage,
+                     training.checkpointing)
+            .second) {
+      distinct_ranks(training);
+    }
   }
 
   void add(TrainingSpec training) {
     if (training.checkpointing == Checkpointing::kNone) {
       training.checkpointed_blocks = {};
     }
+    check(training);
     candidates.push_back({.training = training,
-                          .time = least_step_time(training, search_.cluster),
+                          .time = step_time(training, cache, false),
                           .is_simulated = !training.pipeline});
     if (training.checkpointing == Checkpointing::kFull && divides_blocks_ &&
         most_blocks(training) > 1) {
       training.checkpointed_blocks = 1;
       candidates.push_back({.training = training,
-                            .time = least_step_time(training, search_.cluster),
+                            .time = step_time(training, cache, false),
                             .is_simulated = !training.pipeline,
                             .has_open_blocks = true});
     }
   }
 
-  // By tensor-parallel ranks, sequences, checkpointing and stages.
-  std::map<std::tuple<int64_t, int64_t, Checkpointing, int64_t>, std::vector<int64_t>> stages_;
+  // By tensor-parallel ranks, sequences, sequence parallelism, checkpointing and stages.
+  std::map<std::tuple<int64_t, int64_t, bool, Checkpointing, int64_t>, std::vector<int64_t>>
+      stages_;
+  // Tensor-parallel ranks, ZeRO stages and kinds of checkpoints.
+  std::set<std::tuple<int64_t, int64_t, Checkpointing>> checked_;
+  std::vector<bool> sequence_parallel_;  // those of the current tensor-parallel size
   const LayoutSearch& search_;
   std::vector<Checkpointing> kinds_ = kinds_of(search_);
   bool divides_blocks_ = divides_blocks(search_, kinds_);
@@ -247,7 +299,8 @@ Candidates candidates_of(const LayoutSearch& search) {
   Enumeration found(search);
   return {.candidates = std::move(found.candidates),
           .rejections = std::move(found.rejections),
-          .has_valid_tensor_size = found.has_valid_tensor_size};
+          .has_valid_tensor_size = found.has_valid_tensor_size,
+          .cache = std::move(found.cache)};
 }
 
 std::vector<bool> step_options_of(const LayoutSearch& search) {

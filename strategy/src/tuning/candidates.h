@@ -1,5 +1,6 @@
 #pragma once
 
+#include "cached_step_time.h"
 #include "weft/strategy/tuning/search.h"
 
 #include <cstdint>
@@ -18,6 +19,7 @@ struct Candidates {
   std::vector<Candidate> candidates;
   std::vector<Rejection> rejections;
   bool has_valid_tensor_size = false;
+  WorkCache cache;  // for the times of further candidates of the same search
 };
 
 // Returns all candidates of a search in any order; none if no size is possible. Does not check the

@@ -36,13 +36,18 @@ class Model {
         tensor_size_(axis_size(spec.mesh, "tensor_parallel")),
         tensor_group_(group_of(cluster, tensor_size_, 1)),
         rows_(static_cast<double>(spec.sequences * spec.tokens)),
+        own_rows_(rows_),
+        shards_tokens_(spec.sequence_parallel && tensor_size_ > 1),
         is_half_(spec.precision != Precision::k32True),
         element_bytes_(is_half_ ? 2 : 4) {
+    if (shards_tokens_) {
+      own_rows_ = static_cast<double>(spec.sequences) * shard_of(spec.tokens, true);
+    }
     int64_t num_layers = 0;
     for (const Parameter& parameter : parameters_) {
       num_layers = std::max(num_layers, parameter.layer + 1);
     }
-    layers_.resize(static_cast<std::size_t>(num_layers));
+    work_.layers.resize(static_cast<std::size_t>(num_layers));
     if (const auto* decoder = std::get_if<DecoderModel>(&spec.model)) {
       is_checkpointed_ = checkpointed_blocks(*decoder, spec);
     }
@@ -52,11 +57,11 @@ class Model {
     } else {
       const auto& mlp = std::get<FeedForwardModel>(spec.model);
       const double hidden = shard_of(mlp.hidden_dim, styles_.contains("w1"));
-      add_elementwise(layers_.front(), kGatePasses * rows_ * hidden);
+      add_elementwise(work_.layers.front(), kGatePasses * rows_ * hidden);
     }
   }
 
-  [[nodiscard]] const std::vector<Work>& layers() const { return layers_; }
+  [[nodiscard]] const ModelWork& work() const { return work_; }
 
  private:
   [[nodiscard]] double seconds_of(double flops, double num_bytes) const {
@@ -86,17 +91,15 @@ class Model {
   void add_parameters() {
     for (const Parameter& parameter : parameters_) {
       const std::vector<int64_t> shape = tensor_parallel_shape(parameter, tensor_size_, 0);
-      Work& work = layers_.at(static_cast<std::size_t>(parameter.layer));
+      Work& work = work_.layers.at(static_cast<std::size_t>(parameter.layer));
       const auto num = static_cast<double>(num_elements(shape));
       work.elements += num;
       if (shape.size() < 2 || style_of(parameter.module) == Style::kVocabEmbedding ||
           parameter.module == "model.embed_tokens") {
         continue;
       }
-      const bool is_cast =
-          spec_.precision == Precision::kAutocast ||
-          (spec_.precision == Precision::kHalfMixed && num_fsdp_shards(spec_) == 1 &&
-           spec_.weights == WeightFormat::kLikePrecision);
+      const bool is_cast = is_autocast() && (spec_.precision == Precision::kAutocast ||
+                                             spec_.weights == WeightFormat::kLikePrecision);
       if (is_cast) {
         work.forward += seconds_of(0, num * (4 + 2));
         work.backward += seconds_of(0, num * (2 + 4));  // the gradient
@@ -131,6 +134,10 @@ class Model {
       return;
     }
     const auto dim = static_cast<double>(is_row ? parameter.shape.at(0) : parameter.shape.at(1));
+    if (shards_tokens_ && !is_head) {
+      add_exchanges(work, parameter, dim);
+      return;
+    }
     const double num_bytes = rows_ * dim * element_bytes_;
     const double seconds = all_reduce_seconds(tensor_group_, num_bytes);
     double& sums = is_row ? work.forward_sums : work.backward_sums;
@@ -146,6 +153,49 @@ class Model {
     }
   }
 
+  // Adds the collectives of a layer on a sharded sequence. A fused MLP communicates in the dtype of
+  // its products, other layers in that of their input.
+  void add_exchanges(Work& work, const Parameter& parameter, double dim) {
+    const auto found = styles_.find(parameter.module);
+    const bool is_fused = found != styles_.end() && found->second.is_fused;
+    const bool is_row = style_of(parameter.module) == Style::kRow;
+    const bool is_again = runs_products_again(parameter.layer);
+    const double num_bytes = rows_ * dim * (is_row || is_fused ? element_bytes_ : norm_bytes());
+    add_exchange(work, num_bytes, true, is_again);
+    add_exchange(work, num_bytes, false);
+    if (is_fused && !is_row) {
+      add_exchange(work, num_bytes, false);
+    }
+  }
+
+  // Adds an all-gather or a reduce-scatter, which send the same bytes, and the copy in which the
+  // tokens of several sequences are ordered.
+  void add_exchange(Work& work, double num_bytes, bool is_forward, bool is_again = false) {
+    const double copy_seconds = spec_.sequences > 1 ? seconds_of(0, 2 * num_bytes) : 0;
+    const double seconds = all_gather_seconds(tensor_group_, num_bytes);
+    (is_forward ? work.forward : work.backward) += copy_seconds;
+    (is_forward ? work.forward_sums : work.backward_sums) += seconds;
+    work.recomputed += is_again ? copy_seconds : 0;
+    work.recomputed_sums += is_again ? seconds : 0;
+    work.sent_bytes += sent_share() * num_bytes * (is_again ? 2 : 1);
+  }
+
+  // Adds the sums of the gradients of a block's norms.
+  void add_norm_sums(Work& work, double dim) {
+    for (int i = 0; i < 2; ++i) {
+      const double num_bytes = dim * norm_bytes();
+      work.backward_sums += all_reduce_seconds(tensor_group_, num_bytes);
+      work.sent_bytes += 2 * sent_share() * num_bytes;
+    }
+  }
+
+  [[nodiscard]] bool is_autocast() const {
+    return spec_.precision == Precision::kAutocast ||
+           (spec_.precision == Precision::kHalfMixed && num_fsdp_shards(spec_) == 1);
+  }
+  // Returns the bytes of an element of a norm's result, and of its gradient.
+  [[nodiscard]] double norm_bytes() const { return is_autocast() ? 4 : element_bytes_; }
+
   [[nodiscard]] double sent_share() const {
     return static_cast<double>(tensor_size_ - 1) / static_cast<double>(tensor_size_);
   }
@@ -159,7 +209,8 @@ class Model {
 
   void add_decoder(const DecoderModel& model) {
     const auto dim = static_cast<double>(model.dim);
-    for (std::size_t i = 1; i + 1 < layers_.size(); ++i) {
+    std::vector<Work>& layers = work_.layers;
+    for (std::size_t i = 1; i + 1 < layers.size(); ++i) {
       const std::string block = "model.layers." + std::to_string(i - 1);
       const bool is_again = is_checkpointed(static_cast<int64_t>(i));
       const double query =
@@ -167,18 +218,26 @@ class Model {
       const double key =
           shard_of(model.num_kv_heads * model.head_dim, is_column(block + ".self_attn.k_proj"));
       const double hidden = shard_of(model.hidden_dim, is_column(block + ".mlp.gate_proj"));
-      add_attention(layers_[i], static_cast<int64_t>(i), query, key);
-      add_elementwise(layers_[i], 2 * kNormPasses * rows_ * dim, 4, is_again);
-      add_elementwise(layers_[i], kRotaryPasses * rows_ * (query + key), 0, is_again);
-      add_elementwise(layers_[i], kGatePasses * rows_ * hidden, 0, is_again);
-      add_elementwise(layers_[i], 2 * kResidualPasses * rows_ * dim, 4, is_again);
+      add_attention(layers[i], static_cast<int64_t>(i), query, key);
+      add_elementwise(layers[i], 2 * kNormPasses * own_rows_ * dim, 4, is_again);
+      add_elementwise(layers[i], kRotaryPasses * rows_ * (query + key), 0, is_again);
+      add_elementwise(layers[i], kGatePasses * rows_ * hidden, 0, is_again);
+      add_elementwise(layers[i], 2 * kResidualPasses * own_rows_ * dim, 4, is_again);
+      if (shards_tokens_) {
+        add_norm_sums(layers[i], dim);
+      }
+    }
+    if (shards_tokens_) {
+      const double num_bytes = rows_ * dim * static_cast<double>(residual_bytes(spec_));
+      add_exchange(work_.ends, num_bytes, true);
+      add_exchange(work_.ends, num_bytes, false);
     }
     const bool is_head_sharded = style_of("lm_head") == Style::kColumn;
     add_elementwise(
-        layers_.back(), kLossPasses * rows_ * shard_of(model.vocab_size, is_head_sharded), 4);
+        layers.back(), kLossPasses * rows_ * shard_of(model.vocab_size, is_head_sharded), 4);
     if (model.is_tied) {
       const bool is_sharded = style_of("model.embed_tokens") == Style::kVocabEmbedding;
-      add_product(layers_.back(),
+      add_product(layers.back(),
                   model.num_layers + 1,
                   rows_,
                   model.dim,
@@ -186,8 +245,8 @@ class Model {
     }
     if (style_of("model.embed_tokens") == Style::kVocabEmbedding && tensor_size_ > 1) {
       const double num_bytes = rows_ * dim * element_bytes_;
-      layers_.front().forward_sums += all_reduce_seconds(tensor_group_, num_bytes);
-      layers_.front().sent_bytes += 2 * sent_share() * num_bytes;
+      layers.front().forward_sums += all_reduce_seconds(tensor_group_, num_bytes);
+      layers.front().sent_bytes += 2 * sent_share() * num_bytes;
     }
   }
 
@@ -213,28 +272,49 @@ class Model {
   int64_t tensor_size_;
   Group tensor_group_;
   double rows_;
+  double own_rows_;  // of norms and residual additions
+  bool shards_tokens_;
   bool is_half_;
   double element_bytes_;
-  std::vector<Work> layers_;
+  ModelWork work_;
   std::vector<bool> is_checkpointed_;  // by block
 };
 
 }  // namespace
 
-std::vector<Work> layers_of(const TrainingSpec& spec, const Cluster& cluster) {
-  return Model(spec, cluster).layers();
+ModelWork model_work(const TrainingSpec& spec, const Cluster& cluster) {
+  return Model(spec, cluster).work();
 }
 
-std::vector<Work> units_of(std::vector<Work> layers) {
-  if (layers.size() > 1) {
-    layers.front() += layers.back();
-    layers.pop_back();
+const ModelWork& WorkCache::work_of(const TrainingSpec& spec) {
+  const bool has_limit = spec.pipeline && spec.checkpointed_blocks;
+  const Key key = {spec.mesh.size(),
+                   axis_size(spec.mesh, "tensor_parallel"),
+                   spec.sequences,
+                   num_fsdp_shards(spec) > 1,
+                   spec.sequence_parallel,
+                   spec.checkpointing,
+                   spec.checkpointed_blocks,
+                   has_limit ? axis_size(spec.mesh, "pipeline_parallel") : 1,
+                   has_limit ? spec.pipeline->first_blocks : std::vector<int64_t>()};
+  const auto found = known_.find(key);
+  return found != known_.end() ? found->second
+                               : known_.emplace(key, model_work(spec, cluster_)).first->second;
+}
+
+std::vector<Work> units_of(const ModelWork& model) {
+  std::vector<Work> units = model.layers;
+  if (units.size() > 1) {
+    units.front() += units.back();
+    units.pop_back();
   }
-  return layers;
+  units.front() += model.ends;
+  return units;
 }
 
-Work work_of(const StageLayers& stage, const DecoderModel& model, const std::vector<Work>& layers) {
-  Work work;
+Work work_of(const StageLayers& stage, const DecoderModel& model, const ModelWork& of_model) {
+  const std::vector<Work>& layers = of_model.layers;
+  Work work = of_model.ends;
   if (stage.has_embedding) {
     work += layers.front();
   }

@@ -99,8 +99,8 @@ bool close_blocks(TrainingSpec& training, const LayoutSearch& search) {
   return false;
 }
 
-// Returns fewer bytes than the parameters and optimizer states of the rank with the least.
-int64_t least_state_bytes(const TrainingSpec& training) {
+// Returns fewer bytes than the parameters and optimizer states of all ranks together, each once.
+double least_state_bytes(const TrainingSpec& training) {
   TrainingSpec one = training;
   one.mesh = Mesh();
   one.pipeline = {};
@@ -108,6 +108,7 @@ int64_t least_state_bytes(const TrainingSpec& training) {
   one.micro_batches = 1;
   one.sequences = 1;
   one.steps_in_backward = true;  // leaves the gradients out
+  one.steps_by_rows = false;
   if (one.optimizer == OptimizerKind::kAdagrad) {
     one.optimizer = OptimizerKind::kSgdMomentum;  // which has one state, too, and may step there
   }
@@ -119,11 +120,13 @@ int64_t least_state_bytes(const TrainingSpec& training) {
   const bool has_other_weights = training.weights != WeightFormat::kLikePrecision;
   const ParameterCost cost = parameter_cost(one);
   const double bytes = static_cast<double>(cost.num_elements) * cost.bytes_per_element;
-  // Split weights take 3 or 4 bytes instead of 4, and replicas all hold the same bytes.
-  const int64_t num_shards =
-      training.mesh.size() /
-      (training.mesh.has_axis("data_replicate") ? training.mesh.size("data_replicate") : 1);
-  return static_cast<int64_t>(bytes * (has_other_weights ? 0.5 : 1.0)) / num_shards;
+  return bytes * (has_other_weights ? 0.5 : 1.0);  // split weights take 3 or 4 bytes instead of 4
+}
+
+// Returns the share of such bytes of a rank: replicas all hold the same ones.
+int64_t share_of(double state_bytes, const Mesh& mesh) {
+  const int64_t num_replicas = mesh.has_axis("data_replicate") ? mesh.size("data_replicate") : 1;
+  return static_cast<int64_t>(state_bytes) / (mesh.size() / num_replicas);
 }
 
 void check(const LayoutSearch& search) {
@@ -138,10 +141,10 @@ void check(const LayoutSearch& search) {
     }
   }
   if (search.zero_stages.empty() || search.checkpointing.empty() ||
-      search.steps_in_backward.empty()) {
+      search.steps_in_backward.empty() || search.sequence_parallel.empty()) {
     throw std::invalid_argument(
-        "tune: got no values for the ZeRO stage, checkpointing or steps in the backward; give at "
-        "least one of each");
+        "tune: got no values for the ZeRO stage, checkpointing, steps in the backward or sequence "
+        "parallelism; give at least one of each");
   }
   if (step_options_of(search).empty()) {
     throw std::invalid_argument(
@@ -177,16 +180,17 @@ LayoutSearchResult search_layouts(const LayoutSearch& search) {
       std::count_if(found.candidates.begin(), found.candidates.end(), [](const auto& candidate) {
         return !candidate.has_open_blocks;
       });
+  const double state_bytes = least_state_bytes(search.training);
   Queue queue(std::move(found.candidates));
   while (!queue.empty() && std::cmp_less(result.layouts.size(), search.max_results)) {
     const std::size_t idx = queue.pop();
     Candidate& candidate = queue[idx];
-    const int64_t bound = least_state_bytes(candidate.training);
+    const int64_t bound = share_of(state_bytes, candidate.training.mesh);
     const bool may_fit = bound <= search.memory_limit;
     if (candidate.has_open_blocks) {
       if (may_fit && close_blocks(candidate.training, search)) {
         candidate.has_open_blocks = false;
-        candidate.time = least_step_time(candidate.training, search.cluster);
+        candidate.time = detail::step_time(candidate.training, found.cache, false);
         queue.push(idx);
       }
       continue;
@@ -194,7 +198,7 @@ LayoutSearchResult search_layouts(const LayoutSearch& search) {
     const bool may_be_smallest =
         result.layouts.empty() && (!result.smallest || bound < result.smallest->at_peak.total());
     if (!candidate.is_simulated && (may_fit || may_be_smallest)) {
-      candidate.time = predict_step_time(candidate.training, search.cluster);
+      candidate.time = detail::step_time(candidate.training, found.cache, true);
       candidate.is_simulated = true;
       queue.push(idx);
       continue;
@@ -233,17 +237,18 @@ std::vector<FoundLayout> search_front(const LayoutSearch& search) {
   if (found.candidates.empty()) {
     refuse(search, found);
   }
+  const double state_bytes = least_state_bytes(search.training);
   std::vector<FoundLayout> front;
   int64_t least = std::numeric_limits<int64_t>::max();
   Queue queue(std::move(found.candidates));
   while (!queue.empty()) {
     const std::size_t idx = queue.pop();
     Candidate& candidate = queue[idx];
-    if (candidate.has_open_blocks || least_state_bytes(candidate.training) >= least) {
+    if (candidate.has_open_blocks || share_of(state_bytes, candidate.training.mesh) >= least) {
       continue;
     }
     if (!candidate.is_simulated) {
-      candidate.time = predict_step_time(candidate.training, search.cluster);
+      candidate.time = detail::step_time(candidate.training, found.cache, true);
       candidate.is_simulated = true;
       queue.push(idx);
       continue;

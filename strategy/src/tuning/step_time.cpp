@@ -1,6 +1,7 @@
 #include "weft/strategy/tuning/step_time.h"
 
 #include "../memory/stage_run.h"
+#include "cached_step_time.h"
 #include "data_parallel.h"
 #include "layer_work.h"
 #include "weft/strategy/pipeline/partition.h"
@@ -18,7 +19,9 @@ namespace {
 
 using detail::axis_size;
 using detail::DataParallel;
+using detail::ModelWork;
 using detail::Work;
+using detail::WorkCache;
 
 // Returns the seconds for which a device waits for communication, when each `communication[i]` runs
 // beside `compute[i]`.
@@ -124,21 +127,24 @@ void add_step(StepTime& time,
 // The stages of a pipeline, with their work for micro-batches of each size.
 class Stages {
  public:
-  Stages(const TrainingSpec& spec, const Cluster& cluster)
+  Stages(const TrainingSpec& spec, WorkCache& cache)
       : spec_(spec),
-        cluster_(cluster),
+        cluster_(cache.cluster()),
         model_(std::get<DecoderModel>(spec.model)),
         stages_(detail::stages_of(model_, spec)),
         sizes_(detail::micro_batch_sizes(spec)),
         num_ranks_(axis_size(spec.mesh, "pipeline_parallel")),
         row_bytes_(static_cast<double>(spec.tokens * model_.dim * detail::residual_bytes(spec))) {
     for (const int64_t size : sizes_) {
-      if (!layers_.contains(size)) {
+      if (!work_.contains(size)) {
         TrainingSpec of_size = spec;
         of_size.sequences = size;
-        layers_[size] = detail::layers_of(of_size, cluster);
+        const ModelWork& of_model = cache.work_of(of_size);
+        if (size == sizes_.front()) {
+          layers_ = &of_model.layers;
+        }
         for (const detail::StageLayers& stage : stages_) {
-          work_[size].push_back(detail::work_of(stage, model_, layers_[size]));
+          work_[size].push_back(detail::work_of(stage, model_, of_model));
         }
       }
     }
@@ -186,8 +192,8 @@ class Stages {
     }
     if (model_.is_tied && (rank == 0 || rank == num_ranks_ - 1)) {
       // The ranks with the copies of the tied weight exchange its gradients.
-      const double num_bytes = layers_.at(sizes_.front()).front().elements * 4 /
-                               static_cast<double>(detail::num_fsdp_shards(spec_));
+      const double num_bytes =
+          layers_->front().elements * 4 / static_cast<double>(detail::num_fsdp_shards(spec_));
       const LinkRates link = link_between(0, num_ranks_ - 1);
       time.pipeline += link.seconds_per_message + num_bytes / link.bytes_per_second;
       time.sent_bytes += num_bytes;
@@ -197,7 +203,7 @@ class Stages {
   }
 
   [[nodiscard]] std::vector<Work> layers_on(const detail::StageLayers& stage) const {
-    const std::vector<Work>& layers = layers_.at(sizes_.front());
+    const std::vector<Work>& layers = *layers_;
     std::vector<Work> own;
     if (stage.has_embedding) {
       own.push_back(layers.front());
@@ -251,17 +257,19 @@ class Stages {
   std::vector<detail::StageLayers> stages_;
   std::vector<int64_t> sizes_;  // sequences of each micro-batch
   int64_t num_ranks_;
-  double row_bytes_;                             // that cross a boundary for a sequence
-  std::map<int64_t, std::vector<Work>> layers_;  // by size, of the model
-  std::map<int64_t, std::vector<Work>> work_;    // by size, of each stage
+  double row_bytes_;                           // that cross a boundary for a sequence
+  const std::vector<Work>* layers_ = nullptr;  // of the first size; elements are those of all
+  std::map<int64_t, std::vector<Work>> work_;  // by size, of each stage
 };
 
-StepTime step_time(const TrainingSpec& spec, const Cluster& cluster, bool simulates) {
-  distinct_ranks(spec);  // checks the spec
+}  // namespace
+
+StepTime detail::step_time(const TrainingSpec& spec, WorkCache& cache, bool simulates) {
+  const Cluster& cluster = cache.cluster();
   if (spec.pipeline) {
-    return Stages(spec, cluster).step_time(simulates);
+    return Stages(spec, cache).step_time(simulates);
   }
-  const std::vector<Work> units = detail::units_of(detail::layers_of(spec, cluster));
+  const std::vector<Work> units = detail::units_of(cache.work_of(spec));
   const DataParallel collectives(spec, cluster);
   const auto num = static_cast<double>(spec.micro_batches);
   StepTime time;
@@ -281,20 +289,10 @@ StepTime step_time(const TrainingSpec& spec, const Cluster& cluster, bool simula
   return time;
 }
 
-}  // namespace
-
-StepTime predict_step_time(const TrainingSpec& spec, const Cluster& cluster) {
-  return step_time(spec, cluster, true);
-}
-
-StepTime least_step_time(const TrainingSpec& spec, const Cluster& cluster) {
-  return step_time(spec, cluster, false);
-}
-
-std::vector<int64_t> even_stages(const TrainingSpec& spec,
-                                 const Cluster& cluster,
-                                 int64_t num_stages) {
-  const std::vector<Work> layers = detail::layers_of(spec, cluster);
+std::vector<int64_t> detail::even_stages(const TrainingSpec& spec,
+                                         WorkCache& cache,
+                                         int64_t num_stages) {
+  const std::vector<Work>& layers = cache.work_of(spec).layers;
   std::vector<LayerCost> blocks;
   for (std::size_t i = 1; i + 1 < layers.size(); ++i) {
     Work work = layers[i];
@@ -308,6 +306,25 @@ std::vector<int64_t> even_stages(const TrainingSpec& spec,
   }
   const Partition found = partition(blocks, {.num_stages = num_stages});
   return {found.begins.begin() + 1, found.begins.end()};
+}
+
+StepTime predict_step_time(const TrainingSpec& spec, const Cluster& cluster) {
+  distinct_ranks(spec);  // checks the spec
+  WorkCache cache(cluster);
+  return detail::step_time(spec, cache, true);
+}
+
+StepTime least_step_time(const TrainingSpec& spec, const Cluster& cluster) {
+  distinct_ranks(spec);
+  WorkCache cache(cluster);
+  return detail::step_time(spec, cache, false);
+}
+
+std::vector<int64_t> even_stages(const TrainingSpec& spec,
+                                 const Cluster& cluster,
+                                 int64_t num_stages) {
+  WorkCache cache(cluster);
+  return detail::even_stages(spec, cache, num_stages);
 }
 
 }  // namespace weft::strategy

@@ -108,6 +108,11 @@ struct TrainingSpec {
   // while a stage computes.
   int64_t zero_stage = 3;
   std::optional<PipelineSpec> pipeline = {};
+  // Whether tensor-parallel ranks have shards of the tokens between the layers that are sharded by
+  // features (Korthikanti et al. 2022), as with the strategies' option. Their collectives are not
+  // chunked. No effect on one tensor-parallel rank; otherwise only for a decoder whose plan shards
+  // attention and MLP of each block.
+  bool sequence_parallel = false;
   Precision precision = Precision::k32True;
   OptimizerKind optimizer = OptimizerKind::kAdamW;
   StateFormat states = StateFormat::kLikeParameters;    // not with SGD without momentum, Adagrad

@@ -23,7 +23,7 @@ LayoutSearch small_search(int64_t num_devices, int64_t memory_limit) {
   search.num_devices = num_devices;
   search.global_sequences = 24;
   search.memory_limit = memory_limit;
-  search.max_results = 1000;
+  search.max_results = 10'000;
   return search;
 }
 
@@ -114,6 +114,7 @@ void add_pipelines(const TrainingSpec& training,
       for (const Checkpointing checkpointing : kCheckpointing) {
         TrainingSpec of_stages = training;
         of_stages.mesh = Mesh({{"tensor_parallel", training.mesh.size("tensor_parallel")}});
+        of_stages.sequence_parallel = training.sequence_parallel;
         of_stages.sequences = sequences / micro_batches;
         of_stages.checkpointing = checkpointing;
         TrainingSpec pipeline = training;
@@ -152,10 +153,16 @@ std::vector<double> all_that_fit(const LayoutSearch& search) {
                                   {"data_replicate", replicas},
                                   {"data_parallel", data},
                                   {"tensor_parallel", tensor}});
-            if (pipeline == 1) {
-              add_accumulating(training, replicas * data, search, seconds);
-            } else {
-              add_pipelines(training, replicas * data, search, seconds);
+            for (const bool sequence_parallel : {false, true}) {
+              training.sequence_parallel = sequence_parallel;
+              if (sequence_parallel && tensor == 1) {
+                continue;
+              }
+              if (pipeline == 1) {
+                add_accumulating(training, replicas * data, search, seconds);
+              } else {
+                add_pipelines(training, replicas * data, search, seconds);
+              }
             }
           }
         }
@@ -218,6 +225,20 @@ TEST(LayoutSearch, FindsWhatTryingAllLayoutsOfATiedModelFinds) {
   }
 }
 
+// Autocast copies weights unless FSDP2 gathers them, and more processes than cores take turns.
+TEST(LayoutSearch, FindsWhatTryingAllLayoutsInMixedPrecisionFinds) {
+  LayoutSearch search = small_search(4, 1'500'000);
+  search.training.precision = Precision::kHalfMixed;
+  search.cluster.cores_per_host = 2;
+  const std::vector<double> wanted = all_that_fit(search);
+  const LayoutSearchResult result = search_layouts(search);
+  ASSERT_FALSE(wanted.empty());
+  ASSERT_EQ(result.layouts.size(), wanted.size());
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    EXPECT_DOUBLE_EQ(result.layouts[i].time.total(), wanted[i]);
+  }
+}
+
 TEST(LayoutSearch, ReturnsTheSmallestLayoutIfNoneFits) {
   LayoutSearch search = small_search(4, 1000);
   const LayoutSearchResult none = search_layouts(search);
@@ -259,6 +280,34 @@ TEST(LayoutSearch, AdagradNeverStepsInTheBackward) {
   EXPECT_TRUE(error_of([&] {
                 return search_layouts(search);
               }).starts_with("tune: Adagrad does not step inside the backward"));
+}
+
+TEST(LayoutSearch, TriesSequenceParallelismWithSeveralTensorParallelRanks) {
+  LayoutSearch search = small_search(4, 100'000'000);
+  const auto num_sharded = [](const LayoutSearchResult& result) {
+    return std::count_if(result.layouts.begin(), result.layouts.end(), [](const auto& layout) {
+      return layout.training.sequence_parallel;
+    });
+  };
+  const LayoutSearchResult both = search_layouts(search);
+  search.sequence_parallel = {false};
+  const LayoutSearchResult full = search_layouts(search);
+  EXPECT_EQ(num_sharded(full), 0);
+  EXPECT_EQ(num_sharded(both), both.num_candidates - full.num_candidates);
+  search.sequence_parallel = {true};
+  const LayoutSearchResult sharded = search_layouts(search);
+  EXPECT_EQ(num_sharded(sharded), num_sharded(both));
+  for (const FoundLayout& layout : sharded.layouts) {
+    EXPECT_EQ(layout.training.sequence_parallel, layout.training.mesh.has_axis("tensor_parallel"));
+  }
+  // There is no prediction for this plan with sequence parallelism.
+  search.training.plan = Plan({{"model.layers.*.mlp", Style::kColumnRowMlp, {}}});
+  const LayoutSearchResult rejected = search_layouts(search);
+  ASSERT_EQ(rejected.rejections.size(), 2U);  // of sizes 2 and 4
+  EXPECT_TRUE(rejected.rejections.front().reason.starts_with("memory: with sequence parallelism"));
+  EXPECT_EQ(num_sharded(rejected), 0);
+  search.sequence_parallel = {false, true};
+  EXPECT_TRUE(search_layouts(search).rejections.empty());
 }
 
 TEST(LayoutSearch, KeepsFixedSizes) {

@@ -98,6 +98,57 @@ TEST(StepTime, FullCheckpointsRunBlocksAgain) {
   EXPECT_LT(predict_step_time(training, cluster).recomputation, 1e-3);
 }
 
+TEST(StepTime, SequenceParallelRanksGatherAndReduceScatter) {
+  Cluster cluster = only_products();
+  cluster.within_host.seconds_per_message = 1;
+  TrainingSpec training = decoder_training({{"tensor_parallel", 2}});
+  training.sequence_parallel = true;
+  // A gather or a reduce-scatter over two ranks has one message. A block has four in the forward
+  // and five in the backward, which gathers the input of the MLP again, and sums the gradients of
+  // two norms. The output of the last block is gathered, and so is the gradient of the first one's
+  // input. One sum for the embedding; one, and a gather of the logits, for the output layer.
+  const double of_block = 4 + 5 + 2 * 2;
+  StepTime time = predict_step_time(training, cluster);
+  EXPECT_DOUBLE_EQ(time.tensor_parallel, 3 * of_block + 2 + 2 + 2 + 1);
+  const double activation_bytes = kTokens * 64 * 4;
+  EXPECT_DOUBLE_EQ(time.sent_bytes,
+                   (3 * 9 + 2) * activation_bytes / 2 + 3 * 2 * 64 * 4 + 2 * activation_bytes +
+                       kTokens * 128 * 4 / 2);
+  training.checkpointing = Checkpointing::kFull;
+  time = predict_step_time(training, cluster);
+  EXPECT_DOUBLE_EQ(time.recomputation, 3 * (kBlockProducts + kAttention) / 2 + 3 * 4);
+  training.checkpointing = Checkpointing::kNone;
+  // Each stage has a gather more in the forward and in the backward.
+  training.model = tuned_decoder(4);
+  const double alone = predict_step_time(training, cluster).tensor_parallel;
+  training.mesh = Mesh({{"pipeline_parallel", 2}, {"tensor_parallel", 2}});
+  training.pipeline = {.first_blocks = {2}, .micro_batches = 1};
+  // The rank of the last stage, which has the output layer.
+  EXPECT_DOUBLE_EQ(predict_step_time(training, cluster).tensor_parallel, alone - 2 * of_block - 2);
+}
+
+TEST(StepTime, SequenceParallelRanksShareNormsAndSums) {
+  Cluster cluster = only_products();
+  cluster.device = {.float32_flops = 1e300, .half_flops = 1e300, .bytes_per_second = 1};
+  TrainingSpec training = decoder_training({{"tensor_parallel", 2}});
+  training.sequences = 1;
+  const double full = predict_step_time(training, cluster).compute;
+  training.sequence_parallel = true;
+  // Half of 8 passes for each of two norms, and of 3 for each of two sums, three times.
+  const double num_elements = 16 * 64;
+  EXPECT_DOUBLE_EQ(full - predict_step_time(training, cluster).compute,
+                   3 * 3 * (2 * 8 + 2 * 3) * num_elements / 2 * 4);
+  // Two sequences: twice as much, less the copies of 9 collectives of a block and 2 of the model,
+  // each of which reads and writes an element.
+  training.sequence_parallel = false;
+  training.sequences = 2;
+  const double of_two = predict_step_time(training, cluster).compute;
+  training.sequence_parallel = true;
+  EXPECT_DOUBLE_EQ(
+      of_two - predict_step_time(training, cluster).compute,
+      3 * 3 * (2 * 8 + 2 * 3) * num_elements * 4 - (3 * 9 + 2) * 2 * 2 * num_elements * 4);
+}
+
 TEST(StepTime, DataParallelRanksGatherAndReduceUnits) {
   Cluster cluster = only_products();
   cluster.within_host.bytes_per_second = 1;

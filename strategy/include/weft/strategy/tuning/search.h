@@ -17,7 +17,7 @@ namespace weft::strategy {
 struct LayoutSearch {
   // The model, the plan, the tokens of a sequence, and the options that a search does not change:
   // precision, optimizer, formats, checkpointed_blocks. Its mesh, sequences, micro_batches,
-  // zero_stage, pipeline, checkpointing and steps_in_backward are ignored.
+  // zero_stage, pipeline, sequence_parallel, checkpointing and steps_in_backward are ignored.
   TrainingSpec training;
   Cluster cluster;
   int64_t num_devices = 1;
@@ -43,6 +43,9 @@ struct LayoutSearch {
   // both kNone and kFull are, and the training has no checkpointed_blocks.
   bool divides_blocks = true;
   std::vector<bool> steps_in_backward = {false, true};
+  // Tried with several tensor-parallel ranks. Where both are, sequence parallelism is left out if
+  // the model or the plan has no prediction for it.
+  std::vector<bool> sequence_parallel = {false, true};
   int64_t max_results = 5;
 };
 
@@ -71,9 +74,9 @@ struct LayoutSearchResult {
 };
 
 // Tries each number of pipeline ranks, replicas, data-parallel and tensor-parallel ranks with each
-// number of micro-batches, ZeRO stage and kind of checkpointing. Stages are divided so that the
-// slowest is as fast as possible. Pipelines have no replicas, unless their
-// number is fixed.
+// number of micro-batches, ZeRO stage and kind of checkpointing, and with and without sequence
+// parallelism. Stages are divided so that the slowest is as fast as possible. Pipelines have no
+// replicas, unless their number is fixed.
 //
 // With checkpoints of some blocks, a bound of the time is that of one block; the least number of
 // blocks that fits is found by bisection, because each further one takes less memory.
