@@ -1,5 +1,7 @@
 #include "layer_work.h"
 
+#include "measured_layers.h"
+
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -222,7 +224,13 @@ class Model {
 }  // namespace
 
 std::vector<Work> layers_of(const TrainingSpec& spec, const Cluster& cluster) {
-  return Model(spec, cluster).layers();
+  std::vector<Work> layers = Model(spec, cluster).layers();
+  if (cluster.layer_times) {
+    replace_by_measured(layers, spec, cluster, [](const auto& other, const auto& alone) {
+      return Model(other, alone).layers();
+    });
+  }
+  return layers;
 }
 
 std::vector<Work> units_of(std::vector<Work> layers) {

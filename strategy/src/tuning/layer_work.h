@@ -45,6 +45,9 @@ struct Work {
 // its operands and writing its result. Norms, rotary positions, activations and residual additions
 // take the time of their bytes, as separate kernels. A backward has two products for each of the
 // forward.
+//
+// With measured layer times, the seconds of kernels are those (measured_layers.h). Throws
+// std::invalid_argument for times of another training.
 std::vector<Work> layers_of(const TrainingSpec& spec, const Cluster& cluster);
 
 // Returns the units of FSDP2 without a pipeline: the root unit, with all that is in no block, and
