@@ -28,11 +28,20 @@ def tune_file(path: str | Path, num_devices: int, **options: Any) -> Tuning:
     Raises:
         ValueError: the file does not exist, its content is not a valid configuration, or no layout is possible.
     """
+    return tune_training(read_training(path), num_devices, **options)
+
+
+def read_training(path: str | Path) -> Training:
+    """Return the training of a YAML or JSON configuration on one device, whatever the file's layout is.
+
+    Raises:
+        ValueError: the file does not exist, or its content is not a valid configuration.
+    """
     path = Path(path)
     config = load_file(path)
     if isinstance(config, Mapping):
         config = {key: value for key, value in config.items() if key not in _CHOSEN}
-    return tune_training(read_config(config, path.parent, "tp1"), num_devices, **options)
+    return read_config(config, path.parent, "tp1")
 
 
 def tune_training(
@@ -60,7 +69,8 @@ def tune_training(
             memory.
 
     Raises:
-        ValueError: an argument is not valid, the memory model does not describe the training, or no layout is possible.
+        ValueError: an argument is not valid, the memory model does not describe the training, the cluster has layer
+            times of another training, or no layout is possible.
     """
     plan = training.plan
     if training.model is None or isinstance(plan, str) or training.pipeline is not None:
@@ -127,6 +137,7 @@ def tune_training(
         precision=options.get("precision", "32-true"),
         options={name: value for name, value in options.items() if name not in _NOT_PRINTED},
         front=tuple(_layout(each, tokens, flops) for each in found["front"]),
+        has_measured_layers=rates.layer_times is not None,
     )
 
 
