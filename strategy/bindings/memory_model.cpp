@@ -122,7 +122,7 @@ TrainingSpec make_spec(const ModelSpec& model,
           .zero_stage = zero_stage,
           .pipeline = std::move(pipeline),
           .sequence_parallel = sequence_parallel,
-          .precision = value_of("precision", precision, kPrecisions),
+          .precision = precision_of(precision),
           .optimizer = value_of("optimizer", optimizer, kOptimizers),
           .states = states,
           .weights = weights,
@@ -166,6 +166,8 @@ std::pair<Checkpointing, std::optional<int64_t>> checkpointing_of(const std::str
   return {value_of("activation_checkpointing", kind, kCheckpointing),
           is_number ? std::optional<int64_t>(std::stoll(number)) : std::nullopt};
 }
+
+Precision precision_of(const std::string& name) { return value_of("precision", name, kPrecisions); }
 
 void bind_memory_model(py::module_& module) {
   module.def(
@@ -220,7 +222,15 @@ void bind_memory_model(py::module_& module) {
            py::arg("vocab_size"),
            py::arg("max_tokens") = 0,
            py::arg("attention_bias") = false,
-           py::arg("tied") = false);
+           py::arg("tied") = false)
+      .def_readonly("dim", &DecoderModel::dim)
+      .def_readonly("hidden_dim", &DecoderModel::hidden_dim)
+      .def_readonly("num_heads", &DecoderModel::num_heads)
+      .def_readonly("num_kv_heads", &DecoderModel::num_kv_heads)
+      .def_readonly("head_dim", &DecoderModel::head_dim)
+      .def_readonly("vocab_size", &DecoderModel::vocab_size)
+      .def_readonly("attention_bias", &DecoderModel::has_attention_bias)
+      .def_readonly("tied", &DecoderModel::is_tied);
 
   py::class_<TrainingSpec>(module, "TrainingSpec", py::is_final())
       .def(py::init(&make_spec),

@@ -19,6 +19,10 @@ pybind11::dict usage_to_dict(const MemoryUsage& usage);
 std::string checkpointing_name(const TrainingSpec& spec);
 std::pair<Checkpointing, std::optional<int64_t>> checkpointing_of(const std::string& text);
 
+// Returns the precision of a name such as "bf16-mixed". Throws std::invalid_argument for another
+// name.
+Precision precision_of(const std::string& name);
+
 // Adds the memory model to the module weft.strategy._plan. Mesh and Plan must be bound already.
 void bind_memory_model(pybind11::module_& module);
 

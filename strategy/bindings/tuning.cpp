@@ -2,6 +2,7 @@
 
 #include "tuning.h"
 
+#include "layer_times.h"
 #include "memory_model.h"
 #include "weft/strategy/tuning/search.h"
 
@@ -63,7 +64,8 @@ py::tuple cluster_state(const Cluster& cluster) {
                  device.overlaps),
       std::tuple(cluster.devices_per_host, cluster.cores_per_host, cluster.device_bytes),
       std::pair(cluster.within_host.seconds_per_message, cluster.within_host.bytes_per_second),
-      std::pair(cluster.across_hosts.seconds_per_message, cluster.across_hosts.bytes_per_second));
+      std::pair(cluster.across_hosts.seconds_per_message, cluster.across_hosts.bytes_per_second),
+      cluster.layer_times);
 }
 
 Cluster cluster_of_state(const py::tuple& state) {
@@ -85,7 +87,8 @@ Cluster cluster_of_state(const py::tuple& state) {
           .cores_per_host = cores_per_host,
           .device_bytes = device_bytes,
           .within_host = link_of(3),
-          .across_hosts = link_of(4)};
+          .across_hosts = link_of(4),
+          .layer_times = state[5].cast<std::optional<LayerTimes>>()};
 }
 
 template <auto kSeconds>
@@ -160,6 +163,7 @@ py::dict search(const TrainingSpec& training,
 }  // namespace
 
 void bind_tuning(py::module_& module) {
+  bind_layer_times(module);
   py::class_<Cluster>(module, "Cluster", py::is_final())
       .def(py::init(&named_cluster), py::arg("name"))
       .def_static("names", &cluster_names)
@@ -207,6 +211,7 @@ void bind_tuning(py::module_& module) {
             self.across_hosts = {.seconds_per_message = value.first,
                                  .bytes_per_second = value.second};
           })
+      .def_readwrite("layer_times", &Cluster::layer_times)
       .def("slowdown", &slowdown, py::arg("num_devices"))
       .def("all_gather_seconds",
            &collective_seconds<&all_gather_seconds>,

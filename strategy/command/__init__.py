@@ -1,5 +1,5 @@
-"""The command `weft`: `weft estimate` predicts memory, `weft tune` finds layouts, `weft profile` measures the rates of
-this host for it, `weft doctor` examines this host, `weft compare` compares sharded with unsharded training, `weft
+"""The command `weft`: `weft estimate` predicts memory, `weft tune` finds layouts, `weft profile` measures rates and
+layer times for it, `weft doctor` examines this host, `weft compare` compares sharded with unsharded training, `weft
 convert` writes the model of a checkpoint in the layout of Hugging Face, `weft verify` compares the checksums of a
 checkpoint, `weft inspect` prints its content, `weft flight` compares the ranks' records of a failed run, and `weft
 report` writes the page of a run's report.
@@ -18,6 +18,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from weft_command import profile
 from weft_command.examples import EXAMPLES
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -30,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_estimate(commands)
     _add_tune(commands)
-    _add_profile(commands)
+    profile.add_to(commands)
     _add_doctor(commands)
     _add_compare(commands)
     _add_convert(commands)
@@ -49,7 +50,7 @@ def main() -> int:
     runs = {
         "estimate": _estimate,
         "tune": _tune,
-        "profile": _profile,
+        "profile": profile.run,
         "doctor": _doctor,
         "compare": _compare,
         "convert": _convert,
@@ -211,26 +212,6 @@ def _tune(args: argparse.Namespace) -> int:
             return 2
         print(f"drawn: {args.draw}", file=sys.stderr)
     return 0 if result.layouts else 1
-
-
-def _add_profile(commands: Any) -> None:
-    profile = commands.add_parser(
-        "profile",
-        help="measure the rates of CPU ranks of this host, as a cluster for weft tune",
-        description="Takes half a minute, in which the host should do nothing else. docs/tune.md describes the result.",
-    )
-    profile.add_argument("--devices", type=int, required=True, help="the number of ranks")
-    profile.add_argument("--json", action="store_true", help="print one JSON object, not YAML")
-
-
-def _profile(args: argparse.Namespace) -> int:
-    try:
-        found = importlib.import_module("weft.strategy.tuning.profile").profile_host(args.devices)
-    except (ValueError, RuntimeError, TimeoutError) as error:
-        print(f"weft profile: {str(error).removeprefix('profile: ')}", file=sys.stderr)
-        return 2
-    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
-    return 0
 
 
 def _add_doctor(commands: Any) -> None:

@@ -13,7 +13,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "weft tune --config training.yaml --devices 64 --draw front.svg",
         "weft tune --module my.module:LitModel --batch my.module:batch --devices 4 --cluster cpu.yaml",
     ),
-    "profile": ("weft profile --devices 4 > cpu.yaml",),
+    "profile": (
+        "weft profile --devices 4 > cpu.yaml",
+        "weft profile --devices 4 --config training.yaml > cpu.yaml",
+        "weft profile --config training.yaml --tensor 1,2 --rows 2048,8192 --device cuda >> h100.yaml",
+    ),
     "doctor": ("weft doctor", "weft doctor --quick --json"),
     "compare": ("weft compare --module my.module:LitModel --batch my.module:batch --layout dp2,tp2",),
     "convert": ("weft convert checkpoints/last.ckpt my-model --base pretrained-model --dtype bf16",),

@@ -147,6 +147,22 @@ class DecoderModel:
         attention_bias: bool = False,
         tied: bool = False,
     ) -> None: ...
+    @property
+    def dim(self) -> int: ...
+    @property
+    def hidden_dim(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def tied(self) -> bool: ...
 
 @final
 class TrainingSpec:
@@ -206,6 +222,22 @@ class TrainingSpec:
         """
 
 @final
+class LayerTimes:
+    """Measured times of a decoder's layers, which replace predictions from the rates of a `Cluster`.
+
+    `model`: its `num_layers` and `max_tokens` do not matter. `precision`: as of `TrainingSpec`. A sample is (part,
+    tensor-parallel size, rows, tokens of a sequence, seconds of the forward, seconds of the backward) of what one rank
+    computes, without communication; parts are "embedding", "block", and "head": the final norm, the output layer and
+    the loss. ValueError: an unknown part or precision. `search_layouts` checks the samples.
+    """
+
+    def __init__(
+        self, model: DecoderModel, *, precision: str, samples: Sequence[tuple[str, int, int, int, float, float]]
+    ) -> None: ...
+    @property
+    def samples(self) -> list[tuple[str, int, int, int, float, float]]: ...
+
+@final
 class Cluster:
     """The rates that devices and links attain, from which step times are predicted.
 
@@ -214,7 +246,8 @@ class Cluster:
     whether collectives of data-parallel ranks run while the device computes. `host_link` and `network_link`: (seconds
     of a message, bytes per second that a device sends) within a host and across hosts. `device_bytes`: the memory of a
     device. `cores_per_host`: how many operators run on a host at once as fast as one alone, if the devices are
-    processes of a CPU; 0: devices do not slow each other.
+    processes of a CPU; 0: devices do not slow each other. `layer_times`: measured on a device that computes alone;
+    None: the times of layers follow from the rates.
     """
 
     devices_per_host: int
@@ -227,6 +260,7 @@ class Cluster:
     overlaps: bool
     host_link: tuple[float, float]
     network_link: tuple[float, float]
+    layer_times: LayerTimes | None
 
     def __init__(self, name: str) -> None: ...
     @property
@@ -279,7 +313,8 @@ def search_layouts(
     "recomputation", "tensor_parallel", "data_parallel", "optimizer", "pipeline"}, "model_flops" and "sent_bytes" of a
     rank, "bytes": {category: bytes} at the peak of the rank with the most}.
 
-    ValueError: a number below 1, or no layout is valid.
+    ValueError: a number below 1, no layout is valid, or the cluster's layer times are not valid or not those of the
+    training (its model, precision, tokens, and the plan "auto").
     """
 
 def matches(pattern: str, name: str) -> bool:

@@ -21,7 +21,7 @@ from weft.strategy.dry_run.temporaries import MAX_BYTES, extent_of, key_of, zero
 # many bytes are written.
 _TOTAL_SECONDS = 2e-3
 _LEAST_CALLS, _MOST_CALLS = 3, 7
-_EVICTING_BYTES = 32 << 20
+EVICTING_BYTES = 32 << 20
 
 
 class OperatorSeconds(Protocol):
@@ -82,7 +82,7 @@ class MeasuredSeconds:
     def __init__(self, cluster: Cluster) -> None:
         self._roofline = RooflineSeconds(cluster)
         self._known: dict[Any, float] = {}
-        self._evicting = torch.zeros(_EVICTING_BYTES // 4)
+        self._evicting = torch.zeros(EVICTING_BYTES // 4)
         self._seconds_per_mapped_byte = seconds_per_mapped_byte()
         self._sharded_collective = seconds_per_sharded_collective()
 

@@ -100,7 +100,13 @@ def with_chosen_cuts(training: Training) -> Training:
 
 
 def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
-    """Return the model that a configuration describes, on the meta device.
+    """Return the model of `build_model` on the meta device."""
+    with torch.device("meta"):
+        return build_model(config)
+
+
+def build_model(config: Mapping[str, Any]) -> nn.Module:
+    """Return the model that a configuration describes.
 
     Its class is the first of `architectures`, if transformers has that class; else the first that transformers has for
     the model_type, in this order: causal, sequence-to-sequence, masked language model, model without a head.
@@ -119,7 +125,7 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     transformers.logging.set_verbosity_error()  # its warnings concern running the model
     options = {key: value for key, value in config.items() if key not in ("model_type", "transformers_version")}
     try:
-        with warnings.catch_warnings(), torch.device("meta"):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             hf_config = transformers.AutoConfig.for_model(model_type, **options)
             model: nn.Module = _model_class(transformers, hf_config)(hf_config)

@@ -2,8 +2,9 @@
 
 Start reading with `entry.py`, which searches the layouts of a configuration; the search is C++
 (weft/strategy/tuning/search.h), and imports no torch. `modules.py` searches those of any module by dry runs.
-`request.py` reads the cluster, the limits and the fixed sizes; `result.py` prints what was found, and `front.py` draws
-the fastest layout for each limit.
+`request.py` reads the cluster, the limits and the fixed sizes, and `layer_times.py` measured layer times; `result.py`
+prints what was found, and `front.py` draws the fastest layout for each limit. `profile.py` measures the rates of CPU
+ranks, and `layer_profile.py` the layer times of a model.
 """
 
 from __future__ import annotations

@@ -32,23 +32,43 @@ def tune_file(path: str | Path, num_devices: int, **options: Any) -> Tuning:
     Raises:
         ValueError: the file does not exist, its content is not a valid configuration, or no layout is possible.
     """
-    path = Path(path)
-    config = load_file(path)
-    if isinstance(config, Mapping):
-        config = {key: value for key, value in config.items() if key not in _CHOSEN}
-        searches: list[tuple[dict[str, Any], Tuning]] = []
-        errors = []
-        for formats in combinations_of(config):
-            try:
-                training = read_config({**config, **formats}, path.parent, "tp1")
-                searches.append((formats, tune_training(training, num_devices, **options)))
-            except ValueError as error:
-                errors.append((formats, error))
-        if not searches:
-            raise errors[0][1]
-        rejections = {", ".join(map(" ".join, formats.items())): str(error) for formats, error in errors}
-        return merged(searches, options.get("max_results", _NUM_RESULTS), rejections)
-    return tune_training(read_config(config, path.parent, "tp1"), num_devices, **options)
+    config = _config_of(path)
+    searches: list[tuple[dict[str, Any], Tuning]] = []
+    errors = []
+    for formats in combinations_of(config):
+        try:
+            training = read_config(_with(config, formats), Path(path).parent, "tp1")
+            searches.append((formats, tune_training(training, num_devices, **options)))
+        except ValueError as error:
+            errors.append((formats, error))
+    if not searches:
+        raise errors[0][1]
+    rejections = {", ".join(map(" ".join, formats.items())): str(error) for formats, error in errors}
+    return merged(searches, options.get("max_results", _NUM_RESULTS), rejections)
+
+
+def read_training(path: str | Path) -> Training:
+    """Return the training of a YAML or JSON configuration on one device, whatever the file's layout is.
+
+    Lists of formats count as their first values.
+
+    Raises:
+        ValueError: the file does not exist, or its content is not a valid configuration.
+    """
+    config = _config_of(path)
+    return read_config(_with(config, next(combinations_of(config))), Path(path).parent, "tp1")
+
+
+def _config_of(path: str | Path) -> Any:
+    """Return the content of a file, without what the search chooses."""
+    config = load_file(Path(path))
+    if not isinstance(config, Mapping):
+        return config
+    return {key: value for key, value in config.items() if key not in _CHOSEN}
+
+
+def _with(config: Any, formats: Mapping[str, Any]) -> Any:
+    return {**config, **formats} if formats else config
 
 
 def tune_training(
@@ -76,7 +96,8 @@ def tune_training(
             memory.
 
     Raises:
-        ValueError: an argument is not valid, the memory model does not describe the training, or no layout is possible.
+        ValueError: an argument is not valid, the memory model does not describe the training, the cluster has layer
+            times of another training, or no layout is possible.
     """
     plan = training.plan
     if training.model is None or isinstance(plan, str) or training.pipeline is not None:
@@ -145,6 +166,7 @@ def tune_training(
         precision=options.get("precision", "32-true"),
         options={name: value for name, value in options.items() if name not in _NOT_PRINTED},
         front=tuple(_layout(each, tokens, flops) for each in found["front"]),
+        has_measured_layers=rates.layer_times is not None,
     )
 
 

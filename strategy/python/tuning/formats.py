@@ -12,13 +12,16 @@ from weft.strategy.tuning.result import FoundLayout, Tuning
 LISTS = ("optimizer_state", "master_weights")
 
 
-def combinations_of(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def combinations_of(config: Any) -> Iterator[dict[str, Any]]:
     """Yield a value for each key whose value is a list, in all combinations; once {} without lists.
+
+    `config`: a mapping; anything else has no lists.
 
     Raises:
         ValueError: a list is empty.
     """
-    lists = {name: config[name] for name in LISTS if isinstance(config.get(name), Sequence)}
+    known = config if isinstance(config, Mapping) else {}
+    lists = {name: known[name] for name in LISTS if isinstance(known.get(name), Sequence)}
     lists = {name: values for name, values in lists.items() if not isinstance(values, str)}
     for name, values in lists.items():
         if not values:

@@ -10,6 +10,7 @@ from typing import Any
 
 from weft.strategy._plan import Cluster
 from weft.strategy.estimate.config import load_file
+from weft.strategy.tuning.layer_times import LAYER_KEYS, read_layer_times
 
 __all__ = ["Cluster", "host_bytes", "memory_limit_of", "read_bytes", "read_cluster", "read_fixed"]
 
@@ -43,7 +44,8 @@ _FIXED = {
 def read_cluster(value: str | Mapping[str, Any], folder: Path = Path()) -> Cluster:
     """Return a cluster by its name, or from a mapping or the YAML or JSON file of one.
 
-    A mapping has the key "like", the name of a cluster, and the rates that differ from it.
+    A mapping has the key "like", the name of a cluster, and the rates that differ from it; with the keys of
+    `read_layer_times`, also measured layer times.
 
     Raises:
         ValueError: the name is unknown, there is no such file, or the mapping is not valid.
@@ -54,7 +56,7 @@ def read_cluster(value: str | Mapping[str, Any], folder: Path = Path()) -> Clust
         if "." not in value and "/" not in value:
             return Cluster(value)  # raises, with the valid names
         value = load_file(folder / value)
-    keys = ("like", "overlaps", *_NUMBERS, *_LINKS)
+    keys = ("like", "overlaps", *_NUMBERS, *_LINKS, *LAYER_KEYS)
     if not isinstance(value, Mapping) or "like" not in value or set(value) - set(keys):
         raise ValueError(
             f"tune: the cluster is {value!r}; give a mapping with 'like', and any of {', '.join(keys[1:])}."
@@ -73,6 +75,7 @@ def read_cluster(value: str | Mapping[str, Any], folder: Path = Path()) -> Clust
             raise ValueError(f"tune: the cluster has {key} = {link!r}; give {' and '.join(_LINK_KEYS)}.")
         setattr(cluster, key, tuple(float(link[name]) for name in _LINK_KEYS))
     _check_rates(cluster)
+    cluster.layer_times = read_layer_times(value)
     return cluster
 
 

@@ -117,6 +117,7 @@ class Tuning:
         options: further options of the strategy, which the search did not change.
         front: the layouts with checkpoints of all blocks or none that no other beats in both time and memory, whether
             they fit or not, the fastest first; (): they were not asked for.
+        has_measured_layers: whether the times of layers were measured; otherwise they follow from rates.
     """
 
     layouts: tuple[FoundLayout, ...]
@@ -134,6 +135,7 @@ class Tuning:
     precision: str
     options: dict[str, Any]
     front: tuple[FoundLayout, ...] = ()
+    has_measured_layers: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as plain data, with "step_seconds" and "peak_bytes" for each layout."""
@@ -144,7 +146,8 @@ class Tuning:
         return found
 
     def __str__(self) -> str:
-        devices = f"{self.num_devices} devices of {self.cluster}, {_gigabytes(self.memory_limit)} each"
+        measured = " with measured layer times" if self.has_measured_layers else ""
+        devices = f"{self.num_devices} devices of {self.cluster}{measured}, {_gigabytes(self.memory_limit)} each"
         lines = [f"{devices}; {self._work()}; {self.num_candidates} variants compared"]
         if self.smallest is not None:
             return "\n".join([*lines, "", self.no_layout_fits()])

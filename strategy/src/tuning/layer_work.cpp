@@ -1,5 +1,7 @@
 #include "layer_work.h"
 
+#include "measured_layers.h"
+
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -283,7 +285,13 @@ class Model {
 }  // namespace
 
 ModelWork model_work(const TrainingSpec& spec, const Cluster& cluster) {
-  return Model(spec, cluster).work();
+  ModelWork work = Model(spec, cluster).work();
+  if (cluster.layer_times) {
+    replace_by_measured(work.layers, spec, cluster, [](const auto& other, const auto& alone) {
+      return Model(other, alone).work().layers;
+    });
+  }
+  return work;
 }
 
 const ModelWork& WorkCache::work_of(const TrainingSpec& spec) {

@@ -63,6 +63,9 @@ struct ModelWork {
 // the all-reduces, the forward all-gathers the input of attention and MLP and reduce-scatters the
 // output, the backward does the same for the gradients, and a fused MLP gathers its input again.
 // With several sequences, each of these collectives copies the tokens.
+//
+// With measured layer times, the seconds of kernels are those (measured_layers.h). Throws
+// std::invalid_argument for times of another training.
 ModelWork model_work(const TrainingSpec& spec, const Cluster& cluster);
 
 // Keeps the results of model_work() for trainings that differ only in their mesh, batch,

@@ -2,7 +2,10 @@
 
 // The rates of the devices and links that a training runs on, from which step times are predicted.
 
+#include "weft/strategy/tuning/layer_times.h"
+
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -35,6 +38,8 @@ struct Cluster {
   int64_t device_bytes = 0;  // the memory of a device
   LinkRates within_host;
   LinkRates across_hosts;  // of one device; the devices of a host have links of their own
+  // Measured on a device that computes alone; nullopt: layer times follow from the rates.
+  std::optional<LayerTimes> layer_times = {};
 };
 
 // Returns the names of named_cluster(): "a100", "h100", "h200", "b200" and "cpu".
