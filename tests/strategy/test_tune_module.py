@@ -403,11 +403,11 @@ class Seconds:
         return float(args[0])
 
 
-def _clock(overlaps: bool, num_ranks: int = 4, **rates: Any) -> StepClock:
+def _clock(overlaps: bool, num_ranks: int = 4, sharded: bool = True, **rates: Any) -> StepClock:
     """Return a clock with tensor-parallel groups of two, links of 1 byte per second, and no other costs."""
     link = {"seconds_per_message": 0.0, "bytes_per_second": 1.0}
     cluster = read_cluster({"like": "h100", "seconds_per_kernel": 0, "overlaps": overlaps, "host_link": link, **rates})
-    return StepClock(cluster, Seconds(), num_ranks, 2)
+    return StepClock(cluster, Seconds(), num_ranks, 2, has_sharded_parameters=sharded)
 
 
 def _compute(clock: StepClock, seconds: float, phase: str = "forward") -> None:
@@ -479,6 +479,22 @@ def test_clock_gathers_one_unit_ahead() -> None:
     _compute(clock, 0.5)
     clock.collective("_allgather_base_", 2, DATA)  # 1 s from then, so that the device waits for half of it
     assert clock.end_step().seconds["data_parallel"] == 2 + 0.5
+
+
+def test_clock_averages_replicas_of_several_hosts_beside_the_backward() -> None:
+    network = {"seconds_per_message": 0.0, "bytes_per_second": 1.0}
+    rates = {"devices_per_host": 2, "network_link": network, "host_link": {**network, "bytes_per_second": 4.0}}
+    for cores, sharded, waiting in ((0, False, 10), (0, True, 8 + 8), (4, False, 2 + 2 + 8), (4, True, 2 * 10)):
+        clock = _clock(overlaps=False, cores_per_host=cores, sharded=sharded, **rates)
+        for _ in range(2):
+            clock.collective("allreduce_", 8, DATA)  # 8 s on the network, and 2 s on a host
+            _compute(clock, 3, "backward")
+        _compute(clock, 1, "step")
+        seconds = clock.end_step().seconds
+        assert seconds == {"compute": 6, "tensor_parallel": 0, "data_parallel": waiting, "optimizer": 1}, cores
+    clock = _clock(overlaps=False, cores_per_host=4, sharded=False, **rates)
+    clock.collective("allreduce_", 8, TENSOR)
+    assert clock.end_step().seconds["tensor_parallel"] == 2
 
 
 def test_clock_repeats_batches() -> None:

@@ -1,5 +1,7 @@
 #include "slow_network.h"
 
+#include <algorithm>
+
 namespace weft::collectives {
 
 std::chrono::nanoseconds network_time(const ops::SlowNetwork& network,
@@ -33,6 +35,17 @@ std::chrono::nanoseconds network_time(const ops::SlowNetwork& network,
       network.seconds_per_message + bytes / size / (network.bytes_per_second * num_near);
   const bool is_all_reduce = op_type == OpType::ALLREDUCE || op_type == OpType::ALLREDUCE_COALESCED;
   return in_seconds((is_all_reduce ? 2 : 1) * (size - 1) * message_seconds);
+}
+
+PretendedLink& PretendedLink::instance() {
+  static PretendedLink link;
+  return link;
+}
+
+std::chrono::steady_clock::time_point PretendedLink::send(std::chrono::nanoseconds time) {
+  const std::lock_guard lock(mutex_);
+  free_from_ = std::max(free_from_, std::chrono::steady_clock::now()) + time;
+  return free_from_;
 }
 
 }  // namespace weft::collectives

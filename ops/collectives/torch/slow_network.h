@@ -9,6 +9,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 namespace weft::collectives {
@@ -26,5 +27,18 @@ std::chrono::nanoseconds network_time(const ops::SlowNetwork& network,
                                       c10d::OpType op_type,
                                       int64_t num_bytes,
                                       int peer = -1);
+
+// The pretended link of this process, which is one rank. Calls of all groups take turns on it.
+class PretendedLink {
+ public:
+  static PretendedLink& instance();
+
+  // Returns when a call ends whose data may be sent from now on, and takes that much time.
+  std::chrono::steady_clock::time_point send(std::chrono::nanoseconds time);
+
+ private:
+  std::mutex mutex_;
+  std::chrono::steady_clock::time_point free_from_;
+};
 
 }  // namespace weft::collectives

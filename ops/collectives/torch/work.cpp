@@ -3,6 +3,7 @@
 #include "flight_log.h"
 #include "fork_guard.h"
 #include "raise.h"
+#include "slow_network.h"
 #include "task_threads.h"
 
 #include <ATen/core/ivalue.h>
@@ -91,8 +92,10 @@ void CollectiveWork::on_operation_done(const std::shared_ptr<Completion>& comple
   const std::lock_guard lock(completion->mutex);
   if (completion->error == nullptr) completion->error = operation_error;
   if (--completion->num_unfinished > 0) return;
-  completion->end = std::chrono::steady_clock::now() + completion->delay;
   const bool is_done = completion->error == nullptr;
+  completion->end = is_done && completion->delay.count() > 0
+                        ? PretendedLink::instance().send(completion->delay)
+                        : std::chrono::steady_clock::now();
   FlightLog::instance().end(completion->log_id,
                             is_done ? FlightLog::State::kDone : FlightLog::State::kFailed);
   if (is_done) {

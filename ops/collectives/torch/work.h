@@ -34,7 +34,8 @@ class CollectiveWork final : public c10d::Work {
                  std::shared_ptr<const CompletionHooks> hooks,
                  uint64_t log_id);
 
-  // The work completes that much later than its operations. REQUIRES: none is submitted.
+  // After its operations, the work takes that much time on the process's pretended link. REQUIRES:
+  // none is submitted.
   void delay(std::chrono::nanoseconds time) { completion_->delay = time; }
 
   // Call it once for each operation, before any of them is submitted: extends the operation's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from typing import Any
 
 from weft.strategy._plan import Cluster
@@ -31,7 +32,10 @@ class StepClock:
     """Follows two timelines: that of the device, and that of the collectives of data-parallel ranks.
 
     Collectives of tensor-parallel ranks always stop the device. Those of data-parallel ranks do so if the cluster does
-    not overlap them. Otherwise, FSDP2 starts an all-gather when the device begins to compute with the parameters that
+    not overlap them, except that replicas on several hosts average gradients while the backward goes on. CPU ranks also
+    move and reduce the data of a call between hosts in their memory, which takes as long as on one host.
+
+    If the cluster overlaps them, FSDP2 starts an all-gather when the device begins to compute with the parameters that
     were gathered before, and the device waits for it; a reduction starts when the device has computed the gradients,
     and the device waits for it when the optimizer steps. All of these share one link, one after another.
     """
@@ -46,6 +50,8 @@ class StepClock:
         has_sharded_parameters: bool = True,
     ) -> None:
         self._cluster = cluster
+        self._one_host: Cluster = pickle.loads(pickle.dumps(cluster))
+        self._one_host.devices_per_host = 1 << 30
         self._operators = operators
         self._slowdown = cluster.slowdown(num_ranks)
         self._tensor_size = tensor_size
@@ -88,15 +94,25 @@ class StepClock:
             return
         stride = ranks[1] - ranks[0]
         is_all_reduce = name.startswith("allreduce")
-        in_group = self._cluster.all_reduce_seconds if is_all_reduce else self._cluster.all_gather_seconds
-        seconds = in_group(float(num_bytes), size, stride)
+
+        def seconds_on(cluster: Cluster) -> float:
+            in_group = cluster.all_reduce_seconds if is_all_reduce else cluster.all_gather_seconds
+            return in_group(float(num_bytes), size, stride)
+
+        seconds = seconds_on(self._cluster)
+        per_host = self._cluster.devices_per_host
+        crosses_hosts = ranks[0] // per_host != ranks[-1] // per_host
+        near = seconds_on(self._one_host) if crosses_hosts and self._cluster.cores_per_host > 0 else 0.0
         self._sent_bytes += (2 if is_all_reduce else 1) * num_bytes * (size - 1) / size
         if ranks[0] // self._tensor_size == ranks[-1] // self._tensor_size:
-            self._advance("tensor_parallel", seconds)
+            self._advance("tensor_parallel", near + seconds)
+        elif not self._cluster.overlaps and is_all_reduce and crosses_hosts and not self._has_sharded_parameters:
+            self._advance("data_parallel", near)
+            self._link_is_free = max(self._link_is_free, self._now) + seconds
         elif not self._cluster.overlaps:
             is_of_fsdp = self._has_sharded_parameters and ("gather" in name or "reduce_scatter" in name)
             code = self._slowdown * self._operators.sharded_collective if is_of_fsdp else 0.0
-            self._advance("data_parallel", seconds + code)
+            self._advance("data_parallel", near + seconds + code)
         elif "gather" in name:
             self._link_is_free = max(self._link_is_free, self._prefetch) + seconds
             self._wait_until(self._link_is_free)

@@ -52,6 +52,16 @@ def test_calls_take_the_time_of_the_network(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
+def test_calls_in_flight_take_turns(rank: int, world_size: int) -> None:
+    groups = _group(NETWORK), _group(NETWORK)
+    start = time.monotonic()
+    works = [dist.all_reduce(torch.ones(2), group=group, async_op=True) for group in groups]
+    for number, work in enumerate(works, 1):
+        work.wait()
+        assert time.monotonic() - start >= number * 6 * MESSAGE_SECONDS
+
+
+@on_ranks(4)
 def test_calls_within_a_host_do_not_wait(rank: int, world_size: int) -> None:
     endless = SlowNetwork(ranks_per_host=2, seconds_per_message=1e6, bytes_per_second=1e9)
     groups = [_group(endless, ranks) for ranks in ([0, 1], [2, 3])]

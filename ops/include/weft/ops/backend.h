@@ -54,8 +54,8 @@ struct BackendOptions final : c10d::Backend::Options {
   // this host together, unless their minimum sizes need more. Must be equal on all ranks of a host.
   std::size_t staging_limit_bytes = std::size_t{16} << 20;
 
-  // A work is complete only when the call would be on this network; see network_time() in
-  // slow_network.h.
+  // A work is complete only when the call would be on this network: see network_time() and
+  // PretendedLink in slow_network.h.
   std::optional<SlowNetwork> slow_network;
 };
 
