@@ -72,6 +72,7 @@ class BatchSizeMixin:
         self._first_step = 0
         self._found_size = 0  # by the search
         self._is_fitting = False
+        self._earlier_communication = 0  # bytes of staging buffers of earlier runs in this process
         self._not_own_bytes = 0  # that are counted when training starts, and do not belong to it
 
     # ---- the search ----------------------------------------------------------------------------------------
@@ -96,6 +97,7 @@ class BatchSizeMixin:
         strategy: Any = trainer.strategy
         if strategy.root_device.type != "cuda":
             memory.track(known=(*pl_module.parameters(), *pl_module.buffers()))
+            self._earlier_communication = memory.by_category()["communication"]
         if self.batch_size is None:
             given = _get(self._holders[0], self._name)
             found = strategy.largest_batch(self._memory_limit, given_rows=given, max_rows=self._max_batch_size)
@@ -150,7 +152,8 @@ class BatchSizeMixin:
         self.measured_bytes = None
         if memory.is_tracking():  # not on CUDA, where all tensors take the memory of the device
             usage = memory.by_category()
-            own = _bytes_of(pl_module, trainer.optimizers) + usage["communication"]
+            communication = usage["communication"] - self._earlier_communication
+            own = _bytes_of(pl_module, trainer.optimizers) + communication
             self._not_own_bytes = sum(usage.values()) - own
         memory.reset_peak(strategy.root_device)
 
