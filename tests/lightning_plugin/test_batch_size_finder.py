@@ -163,7 +163,8 @@ def test_data_modules_and_small_rows(
     finder, module = BatchSizeFinder(limit), SmallRows()
     _fit(world_size, tmp_path, finder, module)
     assert finder.batch_size == module.batch_size > 1000 and finder.predicted_bytes <= USED * limit
-    assert finder.measured_bytes is not None and 0.9 * finder.predicted_bytes < finder.measured_bytes <= limit
+    # Staging buffers of earlier runs in this process, which the prediction contains, are left out.
+    assert finder.measured_bytes is not None and 0.85 * finder.predicted_bytes < finder.measured_bytes <= limit
     assert not [line for line in lines if "batch_size" in line]
     finder._limit = 1  # as if fewer bytes had been predicted than a step takes
     _fit(world_size, tmp_path, finder, SmallRows())
