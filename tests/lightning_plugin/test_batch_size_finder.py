@@ -79,11 +79,6 @@ class SmallRows(pl.LightningModule):
         return self.layers(batch).square().mean()
 
 
-class LoadsEarly(Text):
-    def on_fit_start(self) -> None:
-        self.trainer.fit_loop.setup_data()  # as trainer.estimated_stepping_batches does
-
-
 def _fit(
     world_size: int, tmp_path: Path, finder: Any, module: Any, data: Any = None, ckpt_path: Any = None, **options: Any
 ) -> pl.Trainer:
@@ -122,19 +117,14 @@ def test_largest_batch_trains_and_a_resumed_run_keeps_it(
     assert finder.measured_bytes is not None and 0.95 * predicted < finder.measured_bytes <= limit
     run.save_checkpoint(tmp_path / "three.ckpt")
     other, resumed = BatchSizeFinder(max_batch_size=1), Text()
-    newest = {"ckpt_path": tmp_path / "three.ckpt", "max_steps": 4}
-    run = _fit(world_size, tmp_path, other, resumed, **newest)
+    run = _fit(world_size, tmp_path, other, resumed, ckpt_path=tmp_path / "three.ckpt", max_steps=4)
     assert other.batch_size == LARGEST == resumed.hparams["batch_size"] and other.predicted_bytes == 0
     assert resumed.sizes == [LARGEST] and run.strategy.predicted_bytes is None
+    # A loader that was made before the checkpoint was read, as by trainer.estimated_stepping_batches.
+    other.measured_bytes = None
+    other.on_train_batch_start(run, resumed, torch.zeros(LARGEST, 3), 0)
     with pytest.raises(RuntimeError, match=r"batches of 1 rows from a loader .* the checkpoint has batch_size=5; do"):
-        _fit(
-            world_size,
-            tmp_path,
-            BatchSizeFinder(max_batch_size=1),
-            LoadsEarly(),
-            ckpt_path=tmp_path / "three.ckpt",
-            max_steps=4,
-        )
+        other.on_train_batch_start(run, resumed, torch.zeros(1, 3), 0)
 
 
 @on_ranks(2, timeout=400)

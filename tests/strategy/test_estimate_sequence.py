@@ -38,12 +38,7 @@ SELECTIVE, FULL = {"activation_checkpointing": "selective"}, {"activation_checkp
 STAGES = {"pipeline_cuts": HALVES, "num_micro_batches": 2}
 # (layout, options, sequences, tokens)
 CASES: list[tuple[str, dict[str, Any], int, int]] = [
-    *(
-        ("tp2", {**precision, **kind}, SEQUENCES, TOKENS)
-        for precision in ({}, MIXED, HALF)
-        for kind in ({}, SELECTIVE, FULL)
-    ),
-    ("tp4", {}, SEQUENCES, TOKENS),
+    *(("tp2", options, SEQUENCES, TOKENS) for options in ({}, FULL, MIXED, {**MIXED, **SELECTIVE}, {**HALF, **FULL})),
     ("tp4", MIXED, SEQUENCES, TOKENS),
     ("tp4", {**HALF, **SELECTIVE}, SEQUENCES, TOKENS),
     ("tp4", FULL, SEQUENCES, TOKENS),
@@ -62,9 +57,7 @@ CASES: list[tuple[str, dict[str, Any], int, int]] = [
     ("tp2", {"optimizer_state": "int8", "master_weights": "split8", **MIXED}, SEQUENCES, TOKENS),
     ("tp2", {"optimizer_in_backward": True}, SEQUENCES, TOKENS),
     ("tp2", {"accumulate_grad_batches": 2}, SEQUENCES, TOKENS),
-    ("dp2,tp2", {}, SEQUENCES, TOKENS),
     ("dp2,tp2", MIXED, SEQUENCES, TOKENS),
-    ("dp2,tp2", {**MIXED, **SELECTIVE}, SEQUENCES, TOKENS),
     ("dp2,tp2", {**HALF, **FULL}, SEQUENCES, TOKENS),
     ("rep2,tp2", {**MIXED, **FULL}, SEQUENCES, TOKENS),
     ("pp2,tp2", STAGES, 4, TOKENS),
