@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from weft._plugin.options import Options
     from weft._plugin.stock_strategies import StockTrainerStrategy
 
-# What a prediction may take of the limit: predictions are up to 2 % below the bytes under the Trainer, which also has
-# buffers of its own.
+# The share of the limit that a prediction may take: predictions are up to 2 % below the bytes under the Trainer, which
+# also has buffers of its own.
 _USED = 0.97
 _USED_OF_HOST = 0.8  # of the memory of CPU ranks, where interpreters, data sets and loaders need some
 _AXES = ("pipeline_parallel", "data_replicate", "data_parallel", "tensor_parallel")

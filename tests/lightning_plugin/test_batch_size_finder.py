@@ -114,8 +114,9 @@ def test_largest_batch_trains_and_a_resumed_run_keeps_it(
     run = _fit(world_size, tmp_path, finder, module)
     assert finder.batch_size == LARGEST == module.hparams["batch_size"] and module.sizes == [LARGEST] * 3
     assert finder.predicted_bytes == predicted == run.strategy.predicted_bytes
-    # Less than predicted by the staging buffers of earlier tests in this process, which are used again.
-    assert finder.measured_bytes is not None and 0.8 * predicted < finder.measured_bytes <= limit
+    # Staging buffers of earlier tests in this process, which the prediction contains, are used again.
+    assert finder.measured_bytes is not None and finder.measured_bytes <= limit
+    assert 0.95 * predicted < finder.measured_bytes + finder._earlier_communication
     run.save_checkpoint(tmp_path / "three.ckpt")
     other, resumed = BatchSizeFinder(max_batch_size=1), Text()
     run = _fit(world_size, tmp_path, other, resumed, ckpt_path=tmp_path / "three.ckpt", max_steps=4)
@@ -154,8 +155,8 @@ def test_data_modules_and_small_rows(
     finder, module = BatchSizeFinder(limit), SmallRows()
     _fit(world_size, tmp_path, finder, module)
     assert finder.batch_size == module.batch_size > 1000 and finder.predicted_bytes <= USED * limit
-    # Staging buffers of earlier runs in this process, which the prediction contains, are left out.
-    assert finder.measured_bytes is not None and 0.8 * finder.predicted_bytes < finder.measured_bytes <= limit
+    assert finder.measured_bytes is not None and finder.measured_bytes <= limit
+    assert 0.9 * finder.predicted_bytes < finder.measured_bytes + finder._earlier_communication
     assert not [line for line in lines if "batch_size" in line]
     finder._limit = 1  # as if fewer bytes had been predicted than a step takes
     _fit(world_size, tmp_path, finder, SmallRows())

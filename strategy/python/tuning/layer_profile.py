@@ -2,8 +2,8 @@
 
 weft shards a model of Hugging Face's transformers with one block as in training, over torch's fake process group, whose
 collectives send nothing. So the rank runs the operators of a training on its tensor-parallel shards. A step has eight
-borders: in the forward and in the backward, those of the step and of the block. What is before the block in the forward
-is the part "embedding"; what follows it is the part "head".
+borders: in the forward and in the backward, those of the step and of the block. The operators before the block in the
+forward are the part "embedding"; those after it are the part "head".
 """
 
 from __future__ import annotations
