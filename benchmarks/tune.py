@@ -1,11 +1,12 @@
 """Predicted against measured step times of all layouts of small models: does `weft tune` choose a fast one?
 
     python benchmarks/tune.py [--models text_small ...] [--ranks 2 4 8] [--rounds 3] [--json] [--check]
-                              [--zero-stages 3 2 1] [--memory-of chosen]
+                              [--zero-stages 3 2 1] [--pipelines] [--memory-of chosen]
                               [--network ranks_per_host=2,seconds_per_message=1e-3,bytes_per_second=1e8]
 
 For each model and number of CPU ranks, `tune_module` predicts the time and the memory of every layout: replicas x
-data-parallel (with the given ZeRO stages) x tensor-parallel ranks, for the same global batch. Then each layout trains
+data-parallel (with the given ZeRO stages) x tensor-parallel ranks, for the same global batch; with --pipelines, also x
+pipeline ranks, each with the number of micro-batches that is predicted to be the fastest. Then each layout trains
 under the Trainer with weft's strategy, in fresh sets of processes, one layout after another, several rounds; the time
 of a layout is the median over the rounds of the median step. The links and the cost of an operator come from
 `profile_host`, on the same ranks.
@@ -92,7 +93,7 @@ class _Batches(torch.utils.data.IterableDataset):
             yield self._batch
 
 
-def _train(connection: Connection, name: str, layout: str, zero_stage: int, num_rows: int, counts_memory: bool) -> None:
+def _train(connection: Connection, name: str, options: dict[str, Any], num_rows: int, counts_memory: bool) -> None:
     """Train on this rank until a message is 0; then answer with the rank's peak bytes, or None."""
     warnings.simplefilter("ignore")
     for logger in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
@@ -104,7 +105,7 @@ def _train(connection: Connection, name: str, layout: str, zero_stage: int, num_
     trainer = L.Trainer(
         accelerator="cpu",
         devices=num_ranks,
-        strategy=WeftModelParallelStrategy(plan="auto", layout=layout, zero_stage=zero_stage),
+        strategy=WeftModelParallelStrategy(plan="auto", **options),
         max_epochs=1,
         logger=False,
         callbacks=[_StepServer(connection), monitor] if counts_memory else [_StepServer(connection)],
@@ -119,12 +120,12 @@ def _train(connection: Connection, name: str, layout: str, zero_stage: int, num_
 
 
 def _start(name: str, layout: FoundLayout, num_ranks: int, *, counts_memory: bool) -> ProcessSet:
-    options = (name, layout.layout, layout.zero_stage, layout.sequences, counts_memory)
-    return ProcessSet(_train, num_ranks, "cpu:weft", *options)
+    return ProcessSet(_train, num_ranks, "cpu:weft", name, layout.strategy_options, layout.sequences, counts_memory)
 
 
 def _name_of(layout: FoundLayout) -> str:
-    return f"{layout.layout} z{layout.zero_stage}" if layout.shards_data and layout.zero_stage != 3 else layout.layout
+    stage = f" z{layout.zero_stage}" if layout.shards_data and layout.zero_stage != 3 else ""
+    return f"{layout.layout}{stage}" + (f" m{layout.num_micro_batches}" if layout.pipeline_cuts else "")
 
 
 def _measure(name: str, layout: FoundLayout, num_ranks: int) -> float:
@@ -159,6 +160,7 @@ def case_of(name: str, num_ranks: int, profile: dict[str, Any], args: argparse.N
         cluster=profile,
         memory="1TB",
         max_results=10_000,
+        fixed="" if args.pipelines else "pp=1",
         zero_stage=args.zero_stages[0] if len(args.zero_stages) == 1 else None,
     )
     layouts = [each for each in found.layouts if not each.shards_data or each.zero_stage in args.zero_stages]
@@ -298,6 +300,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="fresh sets of processes of each layout")
     stages_help = "ZeRO stages of data-parallel ranks (default 3)"
     parser.add_argument("--zero-stages", type=int, nargs="+", default=[3], help=stages_help)
+    parser.add_argument("--pipelines", action="store_true", help="compare layouts with pipelines, too")
     memory_help = "the layouts whose memory is counted, too: all (default), or the chosen one"
     parser.add_argument("--memory-of", choices=("all", "chosen"), default="all", help=memory_help)
     parser.add_argument("--keep", metavar="FILE", help="write the JSON object of the cases so far after each case")

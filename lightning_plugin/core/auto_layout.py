@@ -100,7 +100,7 @@ def _search(
             cluster=_cluster_of(engine, strategy.num_processes),
             memory=memory_limit_of(engine, engine.options.memory_limit, strategy.num_processes),
             keeps_batch=True,
-            fixed=f"accumulate={trainer.accumulate_grad_batches}",
+            fixed=f"pp=1,accumulate={trainer.accumulate_grad_batches}",
             max_results=2,
             cache=cache,
             **options_of_training(engine),

@@ -80,11 +80,15 @@ def _add_estimate(commands: Any) -> None:
     _add_dry_run(dry_run, "the batch of a data-parallel rank, or a function that makes it")
     batches_help = "batches whose gradients a step accumulates (default 1)"
     dry_run.add_argument("--accumulate-grad-batches", type=int, metavar="N", help=batches_help)
+    _add_pipeline(dry_run, "by default twice the number of pipeline ranks")
+    dry_run.add_argument("--rank", type=int, help="the global rank (default 0; in a pipeline, one of each position)")
+
+
+def _add_pipeline(dry_run: Any, micro_batches_help: str) -> None:
     dry_run.add_argument("--pipeline-cuts", help="auto (default), or the first modules of all stages but the first")
     dry_run.add_argument("--pipeline-schedule", help="1f1b (default), gpipe, interleaved, zero_bubble, ...")
-    dry_run.add_argument("--num-micro-batches", type=int, help="by default twice the number of pipeline ranks")
+    dry_run.add_argument("--num-micro-batches", type=int, help=micro_batches_help)
     dry_run.add_argument("--pipeline-module", help="the submodule of a LightningModule to divide into stages")
-    dry_run.add_argument("--rank", type=int, help="the global rank (default 0; in a pipeline, one of each position)")
 
 
 def _add_dry_run(dry_run: Any, batch_help: str) -> None:
@@ -114,16 +118,12 @@ _OPTIONS_OF_DRY_RUN = (
     "activation_checkpointing",
     "sequence_parallel",
     "zero_stage",
-)
-_OPTIONS_OF_ESTIMATE = (
-    *_OPTIONS_OF_DRY_RUN,
-    "accumulate_grad_batches",
     "pipeline_cuts",
     "pipeline_schedule",
     "num_micro_batches",
     "pipeline_module",
-    "rank",
 )
+_OPTIONS_OF_ESTIMATE = (*_OPTIONS_OF_DRY_RUN, "accumulate_grad_batches", "rank")
 
 
 def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
@@ -172,14 +172,16 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument("--memory", help="the most bytes of a device, such as 72GB; by default 90 %% of a GPU's memory")
     batch_help = "sequences (or rows) of a step over all ranks; by default those of the batch for each device"
     tune.add_argument("--global-batch", type=int, metavar="SEQUENCES", help=batch_help)
-    fix_help = "sizes that are not chosen: rep, dp, tp, zero, accumulate; with --config also pp"
+    fix_help = "sizes that are not chosen: pp, rep, dp, tp, zero, accumulate; pp=1 leaves pipelines out"
     tune.add_argument("--fix", default="", metavar="SIZES", help=fix_help)
     tune.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (default 5)")
     draw_help = "with --config: draw the layouts that no other beats in both time and memory; needs matplotlib"
     tune.add_argument("--draw", metavar="SVG", help=draw_help)
     tune.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
     batch_help = "the batch of a rank if all ranks are data-parallel, or a function that makes it"
-    _add_dry_run(tune.add_argument_group("with --module"), batch_help)
+    dry_run = tune.add_argument_group("with --module")
+    _add_dry_run(dry_run, batch_help)
+    _add_pipeline(dry_run, "by default chosen from multiples of the pipeline's ranks")
 
 
 def _tune(args: argparse.Namespace) -> int:

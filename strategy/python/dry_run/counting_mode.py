@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from weft import _memory
 from weft.strategy.dry_run.ledger import TensorLedger
-from weft.strategy.dry_run.messages import SentMessages
+from weft.strategy.dry_run.messages import SentMessages, channel_of
 from weft.strategy.dry_run.staging import Staging
 from weft.strategy.dry_run.step_clock import StepClock
 from weft.strategy.dry_run.temporaries import Temporaries
@@ -298,6 +298,8 @@ class CountingMode(TorchDispatchMode):
         elif name == "send":
             staging.send(first, args[2])
             self._sent.add(group.group_name, args[2], args[3], args[0])
+            if self._clock is not None:
+                self._clock.message(channel_of(args[3]), first)
         elif name == "recv_":
             staging.receive(first, args[2])
         else:

@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-_SEQUENCE_BITS = 18  # of a tag, see ops/src/pipeline/wire.h; the bits above are those of the channel
+# The parts of a tag, see ops/src/pipeline/wire.h.
+_SEQUENCE_BITS, _CHANNEL_BITS = 18, 10
+
+
+def channel_of(tag: int) -> int:
+    """Return the channel of a message of a pipeline; channel 2s has the inputs of stage s, 2s + 1 their gradients."""
+    return (tag >> _SEQUENCE_BITS) % (1 << _CHANNEL_BITS)
 
 
 class SentMessages:

@@ -24,6 +24,7 @@ from weft.strategy.comparison.sharded import JobMesh
 from weft.strategy.data_parallel import GradientReducer
 from weft.strategy.data_parallel.fully_sharded import mixed_precision_policy
 from weft.strategy.dry_run.request import Request
+from weft.strategy.dry_run.step_clock import StageTimes, StepClock
 from weft.strategy.optimizers.in_backward import StepInBackward
 from weft.strategy.pipeline.arguments import shares_of
 from weft.strategy.pipeline.auto_cuts import AutoCuts, call_with, cuts_on_first_rank, num_stages_of
@@ -59,10 +60,12 @@ class Stages:
         num_ranks, schedule = request.sizes.pipeline_parallel, request.schedule
         cuts, auto = request.cuts, AutoCuts()
         name = ""
+        self.pipeline_module: str | None = None  # the name of the divided submodule of a LightningModule
         if subject.is_lightning_module(model):
             num_stages = num_stages_of(auto, schedule, num_ranks) if cuts is None else 0
             target = find_target(_OWNER, model, request.pipeline_module, cuts, num_stages)
             name, cuts = target.name, target.cuts
+            self.pipeline_module = name
             check_not_shared(model, name)
         elif request.pipeline_module is not None:
             raise ValueError(
@@ -134,6 +137,16 @@ class Stages:
             reducer = GradientReducer(nn.ParameterList(outside), self._job.data_group)
         self._reducer, self._stepper = reducer, stepper
 
+    def time_by(self, clock: StepClock) -> None:
+        """Time the computations of later steps by the clock of the dry run."""
+        self.pipeline.time_by(lambda: _Marks(clock))
+
+    def times(self, clock: StepClock) -> StageTimes:
+        """Return the times of the last step, after `time_by`."""
+        schedule = self.pipeline.schedule(self.pipeline.num_micro_batches)
+        seconds = {str(span.action): span.end - span.start for span in self.pipeline.trace}
+        return StageTimes(str(schedule), seconds, clock.message_bytes)
+
     def step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
         """Run the schedule, forwards and backwards, and average the gradients."""
         with contextlib.nullcontext() if self._reducer is None else self._reducer.paused():
@@ -142,6 +155,22 @@ class Stages:
             self._reducer.finish()
         if self._stepper is not None:
             self._stepper.step_gradients()  # those of the modules beside the divided one
+
+
+class _Marks:
+    """The clock of a dry run, as a pipeline reads it: a mark is the seconds since the step began."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+
+    def mark(self) -> float:
+        return self._clock.now
+
+    def seconds(self, mark: float) -> float:
+        return mark
+
+    def begun(self) -> float:
+        return 0.0
 
 
 @contextlib.contextmanager

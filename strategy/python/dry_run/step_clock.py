@@ -28,6 +28,21 @@ class StepTimes:
     num_operators: int
 
 
+@dataclasses.dataclass(frozen=True)
+class StageTimes:
+    """The predicted times of a pipeline's step on one rank, each as if the rank waited for no other.
+
+    Attributes:
+        schedule: of all ranks, as the text of a `Schedule`.
+        seconds: of each computation of this rank, by the text of its action, such as "0F3".
+        message_bytes: that this rank sends in the step, by the channel of `channel_of`.
+    """
+
+    schedule: str
+    seconds: dict[str, float]
+    message_bytes: dict[int, int]
+
+
 class StepClock:
     """Follows two timelines: that of the device, and that of the collectives of data-parallel ranks.
 
@@ -64,6 +79,7 @@ class StepClock:
         self._flops = self._sent_bytes = 0.0
         self._num_operators = 0
         self._now = 0.0  # of the device
+        self._message_bytes: dict[int, int] = {}  # by channel
         self._link_is_free = 0.0
         self._prefetch = 0.0  # when the last gathered parameters were available
 
@@ -120,6 +136,11 @@ class StepClock:
         else:
             self._link_is_free = max(self._link_is_free, self._now) + seconds
 
+    def message(self, channel: int, num_bytes: int) -> None:
+        """Add a message to another stage, whose time is not part of this rank's."""
+        self._message_bytes[channel] = self._message_bytes.get(channel, 0) + num_bytes
+        self._sent_bytes += num_bytes
+
     def repeat(self, number: int) -> None:
         """Count everything since `begin_step` as often as given."""
         self._wait_until(self._link_is_free)
@@ -129,6 +150,16 @@ class StepClock:
         self._num_operators *= number
         self._now *= number
         self._link_is_free = self._prefetch = self._now
+
+    @property
+    def now(self) -> float:
+        """The seconds of the device since `begin_step`."""
+        return self._now
+
+    @property
+    def message_bytes(self) -> dict[int, int]:
+        """The bytes of all messages since `begin_step`, by channel."""
+        return dict(self._message_bytes)
 
     def end_step(self) -> StepTimes:
         """Return the times since `begin_step`."""

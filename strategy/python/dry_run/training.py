@@ -29,7 +29,7 @@ from weft.strategy.dry_run.counting_mode import CountingMode
 from weft.strategy.dry_run.ledger import TensorLedger, local_of
 from weft.strategy.dry_run.request import Request
 from weft.strategy.dry_run.stages import Stages, agreeing_peers
-from weft.strategy.dry_run.step_clock import StepClock, StepTimes
+from weft.strategy.dry_run.step_clock import StageTimes, StepClock, StepTimes
 from weft.strategy.dry_run.steps import Steps
 from weft.strategy.dry_run.temporaries import Temporaries
 from weft.strategy.dry_run.trace import OperatorTrace
@@ -52,10 +52,12 @@ class Prediction:
         rank: the global rank.
         stages: the rank's stages of the pipeline; () without a pipeline.
         cuts: the names of the first module of each stage but the first.
+        pipeline_module: the name of the divided submodule of a LightningModule; None: another module was divided.
         phases: at the peak of each phase, by category; "init": after the model is sharded.
         unmeasured: operators whose calls are too large for a measurement of their temporaries.
         num_rows: of the batch that was given, or that the model offers.
         times: of the last step; None: they were not asked for.
+        stage_times: of the computations of a pipeline's last step; None: there is no pipeline, or no times.
         digest: of the modules, of all calls of operators and of `phases`; "": it was not asked for.
         batch_bytes: of the tensors of the batch.
     """
@@ -68,8 +70,10 @@ class Prediction:
     unmeasured: tuple[str, ...]
     num_rows: int
     times: StepTimes | None = None
+    stage_times: StageTimes | None = None
     digest: str = ""
     batch_bytes: int = 0
+    pipeline_module: str | None = None
 
 
 def predict(
@@ -146,8 +150,10 @@ class _DryRun:
             tuple(sorted(self._counting.unmeasured)),
             num_rows,
             None if self._clock is None else self._clock.end_step(),
+            None if self._clock is None or self._stages is None else self._stages.times(self._clock),
             "" if self._trace is None else self._trace.digest(),
             num_bytes_of(given),
+            None if self._stages is None else self._stages.pipeline_module,
         )
 
     def _build(self) -> nn.Module:
@@ -228,6 +234,8 @@ class _DryRun:
         stepper = self._step_in_backward(model, optimizer, averages) if steps_in_backward else None
         if stages is not None:
             stages.average_and_step(reducer, stepper)
+            if self._clock is not None:
+                stages.time_by(self._clock)
         gc.collect()
         self._ledger.begin_phase("init", "other")
         steps = Steps(request, model, loss_fn, optimizer, self._counting, watch, reducer, stepper)

@@ -25,6 +25,7 @@ from weft.strategy.pipeline.sequence_lengths import SequenceLengths, check_token
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
 from weft.strategy.pipeline.stages import Layers, find_layers
+from weft.strategy.pipeline.step_clock import StepClock
 from weft.strategy.pipeline.steps_in_backward import Stepper, check_can_step
 from weft.strategy.pipeline.tied import TiedGradients, check_equal_shards, secondary_copies
 from weft.strategy.pipeline.verify_cuts import verify_cuts
@@ -245,6 +246,10 @@ class Pipeline:
         On CUDA, the times are those of the device, and the first call after a step waits for its computations.
         """
         return self._runner.trace
+
+    def time_by(self, new_clock: Callable[[], StepClock]) -> None:
+        """Time the computations of each later step by the clock that `new_clock` returns when the step begins."""
+        self._runner.new_clock = new_clock
 
     def traces(self) -> list[list[Span]]:
         """Return the traces of all ranks, in seconds from the earliest beginning on any rank; collective.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from weft.strategy.pipeline.recording import Recording
 from weft.strategy.pipeline.sequence_lengths import Lengths, SequenceLengths
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel
-from weft.strategy.pipeline.step_clock import StepTrace, clock_for
+from weft.strategy.pipeline.step_clock import StepClock, StepTrace, clock_for
 from weft.strategy.pipeline.steps_in_backward import Stepper, StepsInBackward
 
 # Channel 2s between two ranks carries the inputs of stage s, and channel 2s + 1 their gradients; there are 1023.
@@ -70,6 +71,7 @@ class Runner:
     group: the ranks of the pipeline, numbered as in the schedules.
     sharding: gathers and frees the layers of stages, if they are sharded over data-parallel ranks.
     lengths: the sequence lengths of the stages whose blocks compute on shards of the sequence.
+    new_clock: returns the started clock of a run.
     memory: the bytes that this process held after each computation of the trace, if memory is counted
         (`weft.memory.track`); else empty.
     memory_before: the bytes that this process held before the last run; 0 if memory is not counted.
@@ -79,6 +81,7 @@ class Runner:
         self._staged = staged
         self.sharding: ShardedStages | None = None
         self.lengths = SequenceLengths(staged.model)
+        self.new_clock: Callable[[], StepClock] = functools.partial(clock_for, staged.device)
         self._group_name = group.group_name
         self._rank = group.rank()
         self._trace: StepTrace | None = None
@@ -151,7 +154,7 @@ class _Run:
         self._outputs: dict[Key, list[Tensor]] = {}  # computed here, for the next stage
         self._gradients: dict[Key, list[Tensor]] = {}  # computed here, for the previous stage
         self._tokens: dict[tuple[str, int, int], Tensor] = {}  # of posted receives
-        self.trace = StepTrace(clock_for(runner._staged.device))
+        self.trace = StepTrace(runner.new_clock())
         self.memory: list[int] = []
         self._results: dict[int, Any] = {}
 

@@ -6,26 +6,25 @@ import dataclasses
 import heapq
 import itertools
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
-from weft.strategy._plan import Cluster
+from weft.strategy._plan import SCHEDULES, Cluster
 from weft.strategy.dry_run.process import DryRunProcess, ProcessEndedError
-from weft.strategy.dry_run.request import CHECKPOINTING, Request
+from weft.strategy.dry_run.request import Request
 from weft.strategy.plan import Plan
+from weft.strategy.tuning.fitting import FittingVariants
+from weft.strategy.tuning.module_choices import FORMATS, Choices, may_shard_states
 from weft.strategy.tuning.request import memory_limit_of, read_cluster, read_fixed
 from weft.strategy.tuning.result import Tuning
 from weft.strategy.tuning.result_cache import ResultCache
 from weft.strategy.tuning.trials import Trial, Trials, Variant
 
-_AXES = ("data_replicate", "data_parallel", "tensor_parallel")
-# Options of a dry run that a search chooses, or does not support.
+# Options of a dry run that a search chooses.
 _CHOSEN = ("layout", "rank", "num_rows", "accumulate_grad_batches")
-_PIPELINE = ("pipeline_cuts", "pipeline_schedule", "num_micro_batches", "pipeline_module")
+# Options of dry runs with a pipeline; `Choices` has the others.
+_OF_STAGES = ("pipeline_cuts", "pipeline_module")
 # Attributes of a search on which its result depends, beside the request, the cluster and the memory.
-_ATTRIBUTES_OF_KEY = ("num_devices", "fixed", "max_results", "choices", "keeps_batch")
-_PRINTED = ("optimizer_state", "master_weights")
-_ZERO_STAGES = (3, 2, 1)  # replicas are another axis
+_ATTRIBUTES_OF_KEY = ("num_devices", "max_results", "choices", "stage_options", "keeps_batch")
 # The least share of the computing time of replicas for which ranks compute that shard instead: they run the same
 # operators, without the copies of gradients into buckets. In mixed precision there is none, because FSDP2 saves casts.
 _LEAST_COMPUTING = 0.9
@@ -46,15 +45,16 @@ def tune_module(
 ) -> Tuning:
     """Return the layouts of a module with the shortest predicted steps that fit.
 
-    Tries replicas x data-parallel (ZeRO stages 1 to 3) x tensor-parallel ranks. Where a layout does not fit, it also
-    tries sequence parallelism, activation checkpointing, smaller batches whose gradients are accumulated, and steps in
-    the backward. Layouts are compared by the rows (the first dim of the batch's tensors) of all ranks per second. A
-    script must call this function under `if __name__ == "__main__"`.
+    Tries pipeline ranks x replicas x data-parallel (ZeRO stages 1 to 3) x tensor-parallel ranks, a pipeline with
+    several numbers of micro-batches. Where a layout does not fit, it also tries sequence parallelism, activation
+    checkpointing, smaller batches whose gradients are accumulated, and steps in the backward. Layouts are compared by
+    the rows (the first dim of the batch's tensors) of all ranks per second. A script must call this function under
+    `if __name__ == "__main__"`.
 
     Args:
-        module, options: those of `weft.strategy.dry_run.estimate_module`, without layout, rank and those of pipelines.
-            Those that the search would choose are kept if they are given and not None. `batch` is that of one rank if
-            all ranks are data-parallel.
+        module, options: those of `weft.strategy.dry_run.estimate_module`, without layout and rank. Those that the
+            search would choose are kept if they are given and not None; those of pipelines do not matter to other
+            layouts. `batch` is that of one rank if all ranks are data-parallel.
         cluster: a name, or the mapping or file of one (see `read_cluster`). With "cpu", or a cluster like it, operators
             are timed on this host; otherwise their times come from the cluster's rates.
         memory: the most bytes of a device, such as "72GB"; None: nine tenths of a GPU's memory, or all of a CPU rank's.
@@ -69,8 +69,8 @@ def tune_module(
         ValueError: an argument is not valid, or no layout is possible.
         RuntimeError: the module raised an error.
     """
-    if unknown := [name for name in (*_CHOSEN, *_PIPELINE) if name in options]:
-        raise ValueError(f"tune: got the option {unknown[0]}, which the search chooses or does not have; leave it out.")
+    if unknown := [name for name in _CHOSEN if name in options]:
+        raise ValueError(f"tune: got the option {unknown[0]}, which the search chooses; leave it out.")
     if num_devices < 1:
         raise ValueError(f"tune: got num_devices = {num_devices}; give a number from 1.")
     if options.get("optimizer_in_backward") == "rows":
@@ -79,70 +79,31 @@ def tune_module(
             "leave it out."
         )
     sizes = read_fixed(fixed)
-    if unknown := [name for name in sizes if name not in (*_AXES, "accumulate_grad_batches", "zero_stage")]:
-        raise ValueError(
-            f"tune: got a fixed size of {unknown[0]} for a module, for which no pipelines are compared; fix rep, dp, "
-            "tp, accumulate or zero."
-        )
     options = {name: value for name, value in options.items() if value is not None}
     if "zero_stage" in sizes:
         options["zero_stage"] = sizes.pop("zero_stage")
-    if options.get("zero_stage") == 1 and not _may_shard_states(options):
+    if options.get("zero_stage") == 1 and not may_shard_states(options):
         raise ValueError(
             "tune: got zero_stage 1 with optimizer_in_backward, optimizer_state or master_weights, which need another "
             "stage; use 3, or leave one of them out."
         )
+    choices = Choices.beside(options, sizes)
+    if (schedule := options.pop("pipeline_schedule", None)) not in (None, *SCHEDULES):
+        raise ValueError(f"tune: pipeline_schedule is {schedule!r}; pass one of {', '.join(SCHEDULES)}.")
+    options.pop("num_micro_batches", None)
+    stage_options = {name: options.pop(name) for name in _OF_STAGES if name in options}
     rates = read_cluster(cluster)
     search = _Search(
         Request(module, **options),
         num_devices,
         rates,
         memory_limit_of(rates, memory),
-        sizes,
         max_results,
-        choices=_Choices.beside(options),
+        choices=choices,
+        stage_options=stage_options,
         keeps_batch=keeps_batch,
     )
-    return search.run(global_rows, {name: options[name] for name in _PRINTED if name in options}, cache)
-
-
-def _may_shard_states(options: dict[str, Any]) -> bool:
-    """Return whether zero_stage=1 goes with the other options."""
-    has_formats = any(options.get(name, "float32") != "float32" for name in _PRINTED)
-    return not options.get("optimizer_in_backward") and not has_formats
-
-
-@dataclasses.dataclass(frozen=True)
-class _Choices:
-    """The values that a search tries, except for the sizes of axes and the batches.
-
-    The first ones are tried first; the others only for layouts that do not fit with these.
-    """
-
-    zero_stages: tuple[int, ...]
-    checkpointing: tuple[str, ...]
-    steps_in_backward: tuple[bool, ...]
-    sequence_parallel: tuple[bool, ...]
-
-    @classmethod
-    def beside(cls, options: dict[str, Any]) -> _Choices:
-        """Return all values of what `options` do not have, without those that exclude each other."""
-        in_backward = options.get("optimizer_in_backward")
-        stages = _ZERO_STAGES if _may_shard_states(options) else _ZERO_STAGES[:-1]
-        return cls(
-            (options["zero_stage"],) if "zero_stage" in options else stages,
-            (options["activation_checkpointing"],) if "activation_checkpointing" in options else CHECKPOINTING,
-            (False, True) if in_backward is None else (in_backward,),
-            (options["sequence_parallel"],) if "sequence_parallel" in options else (False, True),
-        )
-
-    def variants_of(self, base: Variant) -> Iterator[Variant]:
-        """Yield a layout with each possible value of `steps_in_backward` and `sequence_parallel`."""
-        shards_states = base.zero_stage == 1 and base.data_parallel > 1
-        steps = self.steps_in_backward[:1] if shards_states else self.steps_in_backward
-        tokens = self.sequence_parallel if base.tensor_parallel > 1 else self.sequence_parallel[:1]
-        for in_backward, is_sharded in itertools.product(steps, tokens):
-            yield dataclasses.replace(base, optimizer_in_backward=in_backward, sequence_parallel=is_sharded)
+    return search.run(global_rows, {name: options[name] for name in FORMATS if name in options}, cache)
 
 
 class _Search:
@@ -154,19 +115,19 @@ class _Search:
         num_devices: int,
         cluster: Cluster,
         memory_limit: int,
-        fixed: dict[str, int],
         max_results: int,
         *,
-        choices: _Choices,
+        choices: Choices,
+        stage_options: dict[str, Any],
         keeps_batch: bool,
     ) -> None:
         self._request = request
         self._num_devices = num_devices
         self._cluster = cluster
         self._limit = memory_limit
-        self._fixed = fixed
         self._max_results = max_results
         self._choices = choices
+        self._stage_options = stage_options
         self._keeps_batch = keeps_batch
         self._global_rows: int | None = None
         self._rejections: dict[str, str] = {}  # by the layout
@@ -175,13 +136,13 @@ class _Search:
     def run(self, global_rows: int | None, printed: dict[str, Any], cache: ResultCache | None) -> Tuning:
         with DryRunProcess() as process:
             # The rows of a step are not known yet.
-            self._trials = Trials(process, self._request, self._cluster, None)
+            self._trials = Trials(process, self._request, self._cluster, None, self._stage_options)
             key = None if cache is None else self._key(cache, global_rows)
             found = None if cache is None or key is None else cache.load(key)
             if found is None:
                 if not self._keeps_batch:
                     self._global_rows = self._rows_of_step() if global_rows is None else global_rows
-                self._trials = Trials(process, self._request, self._cluster, self._global_rows)
+                self._trials = Trials(process, self._request, self._cluster, self._global_rows, self._stage_options)
                 found = self._find(printed)
                 if cache is not None and key is not None:
                     cache.store(key, found)
@@ -190,12 +151,12 @@ class _Search:
     def _key(self, cache: ResultCache, global_rows: int | None) -> str | None:
         """Return the key of this search; None: the plan is a function, or the first layout is not possible."""
         plan = Plan(self._request.plan)
-        first = next(self._layouts(), None)
+        first = next(self._choices.layouts(self._num_devices), None)
         try:
             rules = plan.preset or plan.to_json()
             if first is None:
                 return None
-            prediction = self._trials.predict(first, has_times=False, num_steps=1, is_traced=True)
+            prediction = self._trials.predict(first.with_batches(1), has_times=False, num_steps=1, is_traced=True)
         except ProcessEndedError:
             raise
         except (ValueError, RuntimeError):
@@ -215,24 +176,26 @@ class _Search:
         """Search in the order of bounds of the time.
 
         In full precision, the bound of a layout in which data-parallel ranks shard is a share of the time for which the
-        same number of replicas computes. When the search reaches it, a dry run of the layout gives the next bound; and
-        when it reaches that, the fastest variant that fits is found.
+        same number of replicas computes; that of a pipeline follows from replicas in place of its stages. When the
+        search reaches it, a dry run of the layout gives the next bound; and when it reaches that, the fastest variant
+        that fits is found.
         """
-        layouts = list(self._layouts())
+        layouts = list(self._choices.layouts(self._num_devices))
         if not layouts:
             raise ValueError(
                 f"tune: got {self._num_devices} devices, which no layout divides with the sizes that are fixed; fix "
                 "other sizes."
             )
-        waiting: dict[tuple[int, int], list[Variant]] = {}  # for replicas, by data-parallel and tensor-parallel ranks
+        waiting: dict[int, list[Variant]] = {}  # for replicas, by tensor-parallel ranks
         queue: list[tuple[float, int, Variant, Trial | None]] = []
         order = itertools.count()
-        groups = {_group_of(layout) for layout in layouts if layout.data_parallel == 1}
+        groups = {layout.tensor_parallel for layout in layouts if _is_first(layout)}
         for layout in layouts:
-            if layout.data_parallel > 1 and _group_of(layout) in groups:
-                waiting.setdefault(_group_of(layout), []).append(layout)
+            if not _is_first(layout) and layout.tensor_parallel in groups:
+                waiting.setdefault(layout.tensor_parallel, []).append(layout)
             else:
                 heapq.heappush(queue, (0.0, next(order), layout, None))
+        fitting_of = FittingVariants(self._trials, self._choices, self._global_rows, self._limit).fastest
         found: list[tuple[Trial, Trial]] = []  # with the base, for the model's operations
         num_above_limit = num_rejected = 0
         while queue:
@@ -245,12 +208,10 @@ class _Search:
                 if base is not None:
                     heapq.heappush(queue, (base.seconds, next(order), layout, base))
                 num_rejected += base is None
-                is_mixed = self._request.precision.endswith("-mixed")
-                least = 0.0 if base is None or is_mixed else _LEAST_COMPUTING * base.computing_seconds
-                for each in waiting.pop(_group_of(layout), ()) if layout.data_parallel == 1 else ():
-                    heapq.heappush(queue, (least, next(order), each, None))
+                for each in waiting.pop(layout.tensor_parallel, ()) if _is_first(layout) else ():
+                    heapq.heappush(queue, (self._bound(each, base), next(order), each, None))
                 continue
-            fitting = base if self._fits(base) else self._fitting_variant(base)
+            fitting = base if base.peak_bytes <= self._limit else fitting_of(base.variant)
             if fitting is None:
                 num_above_limit += 1
             else:
@@ -285,37 +246,58 @@ class _Search:
 
     # ---- candidates ----------------------------------------------------------------------------------------
 
-    def _layouts(self) -> Iterator[Variant]:
-        """Yield layouts without batches; those with fewer tensor-parallel ranks, which most models allow, first."""
-        for tensor in _divisors(self._num_devices):
-            for data in reversed(_divisors(self._num_devices // tensor)):
-                sizes = dict(zip(_AXES, (self._num_devices // tensor // data, data, tensor), strict=True))
-                if any(self._fixed.get(axis, size) != size for axis, size in sizes.items()):
-                    continue
-                for zero_stage in self._choices.zero_stages if data > 1 else self._choices.zero_stages[:1]:
-                    yield Variant(
-                        **sizes,
-                        zero_stage=zero_stage,
-                        num_batches=self._fixed.get("accumulate_grad_batches", 1),
-                        activation_checkpointing=self._choices.checkpointing[0],
-                        optimizer_in_backward=self._choices.steps_in_backward[0],
-                        sequence_parallel=self._choices.sequence_parallel[0],
-                    )
+    def _bound(self, layout: Variant, first: Trial | None) -> float:
+        """Return the least seconds of a row of a layout, by those of replicas with as many tensor-parallel ranks.
+
+        The stages of 1F1B wait for at least as long as they take for the micro-batches of one rank less (Narayanan et
+        al. 2019), unless the ranks share cores, which those that wait leave to the others.
+        """
+        if first is None or self._request.precision.endswith("-mixed"):
+            return 0.0
+        least = _LEAST_COMPUTING * first.computing_seconds
+        counts = self._batch_counts(layout)
+        if layout.pipeline_schedule != "1f1b" or not counts or self._cluster.slowdown(self._num_devices) > 1:
+            return least
+        return least * (1 + (layout.pipeline_parallel - 1) / counts[-1])
 
     def _base(self, layout: Variant) -> Trial | None:
         """Return a dry run of a layout in its fastest variant; None: the layout is not possible."""
-        num_batches = min(self._batch_counts(layout), default=None)
-        if num_batches is None:
-            return None
+        counts = self._batch_counts(layout)
+        if layout.has_stages:
+            return self._base_of_stages(layout, counts)
+        return self._try(layout.with_batches(counts[0])) if counts else None
+
+    def _base_of_stages(self, layout: Variant, counts: list[int]) -> Trial | None:
+        """Climb from the second number of micro-batches: more of them wait less, and compute less efficiently."""
+        start = min(1, len(counts) - 1)
+        tried: dict[int, Trial | None] = {}
+
+        def at(idx: int) -> Trial | None:
+            if idx not in tried:
+                tried[idx] = self._try(layout.with_batches(counts[idx])) if 0 <= idx < len(counts) else None
+            return tried[idx]
+
+        best = at(start) or at(start - 1)  # the batch as it is may have too few rows for the former
+        for step in (1, -1):
+            idx = start + step
+            while best is not None and (trial := at(idx)) is not None and trial.seconds < best.seconds:
+                best, idx = trial, idx + step
+            if best is not at(start):
+                break
+        if best is not None:
+            self._rejections.pop(layout.name, None)
+        return best
+
+    def _try(self, variant: Variant) -> Trial | None:
         try:
-            return self._trials.run(dataclasses.replace(layout, num_batches=num_batches))
+            return self._trials.run(variant)
         except ProcessEndedError:
             raise
         except ValueError as error:
-            self._reject(layout, str(error).removeprefix("estimate: "))
+            self._reject(variant, str(error).removeprefix("estimate: "))
         except RuntimeError as error:  # of the module, perhaps for the number of rows
             self._first_error = self._first_error or error
-            self._reject(layout, str(error).strip().splitlines()[-1])
+            self._reject(variant, str(error).strip().splitlines()[-1])
         return None
 
     def _reject(self, layout: Variant, reason: str) -> None:
@@ -335,73 +317,21 @@ class _Search:
 
     def _rows_of_step(self) -> int:
         """Return the rows of the batch times the devices; 0: no layout is valid."""
-        for layout in self._layouts():
+        for layout in self._choices.layouts(self._num_devices):
             try:
-                return self._trials.predict(layout, has_times=False, num_steps=1).num_rows * self._num_devices
+                prediction = self._trials.predict(layout.with_batches(1), has_times=False, num_steps=1)
+                return prediction.num_rows * self._num_devices
             except ValueError as error:
                 self._reject(layout, str(error).removeprefix("estimate: "))
         return 0
 
     def _batch_counts(self, layout: Variant) -> list[int]:
-        """Return the numbers of batches into which a data-parallel rank can divide its rows of a step."""
-        fixed = self._fixed.get("accumulate_grad_batches")
-        if self._global_rows is None:
-            return [fixed or 1]
-        if self._global_rows == 0 or self._global_rows % layout.num_data:
-            return []
-        counts = _divisors(self._global_rows // layout.num_data)
-        return counts if fixed is None else [count for count in counts if count == fixed]
-
-    # ---- variants that fit -----------------------------------------------------------------------------------
-
-    def _fitting_variant(self, base: Trial) -> Trial | None:
-        """Return the fastest variant of a layout that fits; None: none does.
-
-        Assumes that more batches take no less time, so that for each kind of checkpointing, the fewest batches that fit
-        are the fastest. More batches also take less memory, except that the second one adds sums of gradients. So none
-        fits if, with the last kind of checkpointing, neither one batch nor the most that are possible do.
-        """
-        found = (self._fitting_with(variant) for variant in self._choices.variants_of(base.variant))
-        return min((trial for trial in found if trial is not None), key=_seconds, default=None)
-
-    def _fitting_with(self, variant: Variant) -> Trial | None:
-        def with_batches(num_batches: int, checkpointing: str) -> Trial | None:
-            return self._trials.try_to_run(
-                dataclasses.replace(variant, num_batches=num_batches, activation_checkpointing=checkpointing)
-            )
-
-        counts, kinds = self._batch_counts(variant), self._choices.checkpointing
-        most = (with_batches(num_batches, kinds[-1]) for num_batches in counts[:0:-1])
-        ends = [with_batches(counts[0], kinds[-1]), next((trial for trial in most if trial is not None), None)]
-        fitting = min((each for each in ends if each is not None and self._fits(each)), key=_seconds, default=None)
-        if fitting is None:
-            return None
-        for checkpointing in kinds:
-            for num_batches in counts:
-                trial = with_batches(num_batches, checkpointing)
-                if trial is None:
-                    continue
-                if trial.seconds >= fitting.seconds:
-                    break
-                if self._fits(trial):
-                    fitting = trial
-                    break
-        return fitting
-
-    def _fits(self, trial: Trial) -> bool:
-        return trial.peak_bytes <= self._limit
+        return self._choices.batch_counts(layout, self._global_rows)
 
 
-def _group_of(layout: Variant) -> tuple[int, int]:
-    return layout.num_data, layout.tensor_parallel
-
-
-def _seconds(trial: Trial) -> float:
-    return trial.seconds
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+def _is_first(layout: Variant) -> bool:
+    """Return whether the bounds of other layouts follow from this one, which shards by tensor-parallel ranks alone."""
+    return not layout.has_stages and layout.data_parallel == 1
 
 
 def _plan_text(plan: Any) -> Any:

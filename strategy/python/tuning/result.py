@@ -26,12 +26,13 @@ class FoundLayout:
         optimizer_in_backward: whether the optimizer steps in the backward.
         zero_stage: what data-parallel ranks shard, as in the strategies.
         pipeline_cuts: the names of the first module of each stage but the first; () without a pipeline.
+        pipeline_module: the name of the submodule that is divided, if a LightningModule was searched.
         pipeline_schedule: "" without a pipeline.
         num_micro_batches: into which a pipeline splits a batch.
         sequence_parallel: whether tensor-parallel ranks shard the tokens between their layers.
         formats: "optimizer_state" and "master_weights", as far as the search has tried several.
         seconds: of a step: "compute", "recomputation" (for a module, a part of "compute"), "tensor_parallel",
-            "data_parallel", "optimizer" and, of a configuration, "pipeline": waits for other stages.
+            "data_parallel", "optimizer" and, of a pipeline, "pipeline": waits for other stages.
         bytes: by category, at the peak of the rank with the most.
         sent_bytes: that a rank sends in a step.
         throughput: tokens of all ranks per second; for a module, rows.
@@ -51,6 +52,7 @@ class FoundLayout:
     flops_share: float
     zero_stage: int = 3
     pipeline_cuts: tuple[str, ...] = ()
+    pipeline_module: str | None = None
     pipeline_schedule: str = ""
     num_micro_batches: int = 1
     sequence_parallel: bool = False
@@ -81,6 +83,8 @@ class FoundLayout:
         options |= self.formats
         if self.pipeline_cuts:
             options |= {"pipeline_cuts": list(self.pipeline_cuts), "num_micro_batches": self.num_micro_batches}
+            if self.pipeline_module is not None:
+                options["pipeline_module"] = self.pipeline_module
             if self.pipeline_schedule != "1f1b":
                 options["pipeline_schedule"] = self.pipeline_schedule
         return options
@@ -240,7 +244,7 @@ def _gigabytes(num_bytes: int) -> str:
 
 
 def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:

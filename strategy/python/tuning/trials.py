@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from weft.strategy._plan import Cluster
@@ -10,6 +11,7 @@ from weft.strategy.dry_run.process import DryRunProcess, ProcessEndedError
 from weft.strategy.dry_run.request import Request
 from weft.strategy.dry_run.training import Prediction
 from weft.strategy.tuning.result import FoundLayout, layout_text
+from weft.strategy.tuning.stages import of_pipeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Variant:
 
     Attributes:
         num_batches: whose gradients a step accumulates.
+        num_micro_batches: of a pipeline; None: the default of its strategy.
     """
 
     data_replicate: int
@@ -28,11 +31,27 @@ class Variant:
     activation_checkpointing: str = "none"
     optimizer_in_backward: bool = False
     sequence_parallel: bool = False
+    pipeline_parallel: int = 1
+    pipeline_schedule: str | None = None
+    num_micro_batches: int | None = None
 
     @property
     def layout(self) -> str:
-        sizes = vars(self)
-        return layout_text({name: sizes[name] for name in ("data_replicate", "data_parallel", "tensor_parallel")})
+        return layout_text(vars(self))
+
+    @property
+    def has_stages(self) -> bool:
+        return self.pipeline_parallel > 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pipeline_parallel * self.num_data * self.tensor_parallel
+
+    def with_batches(self, number: int) -> Variant:
+        """Return the same with a number of batches or, of a pipeline, of micro-batches."""
+        if self.has_stages:
+            return dataclasses.replace(self, num_micro_batches=number)
+        return dataclasses.replace(self, num_batches=number)
 
     @property
     def num_data(self) -> int:
@@ -101,6 +120,10 @@ class Trial:
             flops_share=base_times.flops / flops_per_second / self.step_seconds,
             zero_stage=variant.zero_stage,
             sequence_parallel=variant.sequence_parallel,
+            pipeline_cuts=self.prediction.cuts,
+            pipeline_module=self.prediction.pipeline_module,
+            pipeline_schedule=(variant.pipeline_schedule or "") if variant.has_stages else "",
+            num_micro_batches=variant.num_micro_batches or 1,
         )
 
 
@@ -109,10 +132,19 @@ class Trials:
 
     Args:
         global_rows: of a step; None: each data-parallel rank gets the batch as it is.
+        stage_options: further options of requests with a pipeline.
     """
 
-    def __init__(self, process: DryRunProcess, request: Request, cluster: Cluster, global_rows: int | None) -> None:
+    def __init__(
+        self,
+        process: DryRunProcess,
+        request: Request,
+        cluster: Cluster,
+        global_rows: int | None,
+        stage_options: Mapping[str, Any],
+    ) -> None:
         self.smallest: Trial | None = None
+        self._stage_options = stage_options
         self._process = process
         self._request = request
         self._cluster = cluster
@@ -145,11 +177,18 @@ class Trials:
             return None
 
     def predict(self, variant: Variant, *, has_times: bool = True, **options: Any) -> Prediction:
-        """Return the prediction for rank 0, whose shards are the largest; `options`: further ones of the request."""
+        """Return the prediction for rank 0, whose shards are the largest, or for all ranks of a pipeline.
+
+        Args:
+            options: further ones of the request.
+        """
+        if variant.has_stages:
+            names = ("pipeline_schedule", "num_micro_batches")
+            options |= {**self._stage_options, **{name: getattr(variant, name) for name in names}}
         request = dataclasses.replace(
             self._request,
             layout=variant.layout,
-            rank=0,
+            rank=None if variant.has_stages and has_times else 0,
             zero_stage=variant.zero_stage,
             accumulate_grad_batches=variant.num_batches,
             activation_checkpointing=variant.activation_checkpointing,
@@ -157,4 +196,7 @@ class Trials:
             sequence_parallel=variant.sequence_parallel,
             **options,
         )
-        return self._process.run(request, self._cluster if has_times else None)[0]
+        predictions = self._process.run(request, self._cluster if has_times else None)
+        if len(predictions) > 1:
+            return of_pipeline(predictions, self._cluster, variant.num_ranks)
+        return predictions[0]
