@@ -172,8 +172,9 @@ class TrainingSpec:
     `precision`: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed". `optimizer`: "SGD", "SGD with momentum",
     "Adam", "AdamW" or "Adagrad". `activation_checkpointing`: "none", "selective", "full" or "full:8". `device`: "cpu"
     or "cuda". `first_blocks`: of a pipeline, the first block of each stage but the first; `num_micro_batches` into
-    which it splits a batch. The other options are those of the Lightning strategies. ValueError: an unknown precision,
-    optimizer, kind of checkpointing, schedule or device.
+    which it splits a batch. `offload`: "none", or "cpu" for optimizer states in CPU memory. The other options are those
+    of the Lightning strategies. ValueError: an unknown precision, optimizer, kind of checkpointing, schedule, device or
+    offload.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class TrainingSpec:
         pipeline_schedule: str = "1f1b",
         num_micro_batches: int = 1,
         sequence_parallel: bool = False,
+        offload: str = "none",
     ) -> None: ...
     def module_names(self) -> list[str]:
         """The names of the model's modules, parents first, which the plan's patterns match."""
@@ -211,14 +213,21 @@ class TrainingSpec:
         the mesh, or options that exclude each other.
         """
 
+    def offloaded_bytes(self, global_rank: int) -> int:
+        """The bytes of CPU memory that a rank needs with `offload="cpu"`; 0 without. ValueError: as `predict`.
+
+        They are those of its optimizer states, and of four pinned buffers of the size of its largest parameter, rounded
+        up to a power of two.
+        """
+
     def distinct_ranks(self) -> list[tuple[int, int]]:
         """(a global rank, number of ranks like it) for each distinct set of local shapes. ValueError: as `predict`."""
 
     def parameter_cost(self) -> tuple[int, float]:
         """(number of parameter elements of the unsharded model, bytes that training takes for each element).
 
-        The bytes are those of the parameter, its gradient (0 with `optimizer_in_backward`), its optimizer states and
-        autocast's copy of it. Tied parameters count once.
+        The bytes are those of the parameter, its gradient (0 with `optimizer_in_backward`), its optimizer states (0
+        with `offload="cpu"`) and autocast's copy of it. Tied parameters count once.
         """
 
 @final
