@@ -254,7 +254,9 @@ class Cluster:
     `half_flops`: operations per second of matrix products. `bytes_per_second`: of a device's memory. `overlaps`:
     whether collectives of data-parallel ranks run while the device computes. `host_link` and `network_link`: (seconds
     of a message, bytes per second that a device sends) within a host and across hosts. `device_bytes`: the memory of a
-    device. `cores_per_host`: how many operators run on a host at once as fast as one alone, if the devices are
+    device. `copy_bytes_per_second`: between a device and CPU memory, in each direction at once;
+    `host_bytes_per_second` and `host_bytes`: of the CPU memory of a host; all three are 0 for CPU ranks.
+    `cores_per_host`: how many operators run on a host at once as fast as one alone, if the devices are
     processes of a CPU; 0: devices do not slow each other. `layer_times`: measured on a device that computes alone;
     None: the times of layers follow from the rates.
     """
@@ -262,6 +264,9 @@ class Cluster:
     devices_per_host: int
     cores_per_host: float
     device_bytes: int
+    copy_bytes_per_second: float
+    host_bytes_per_second: float
+    host_bytes: int
     float32_flops: float
     half_flops: float
     bytes_per_second: float
@@ -304,26 +309,29 @@ def search_layouts(
     activation_checkpointing: Sequence[str] = ("none", "selective", "full"),
     optimizer_in_backward: Sequence[bool] = (False, True),
     sequence_parallel: Sequence[bool] = (False, True),
+    offload: Sequence[str] = ("none",),
     max_results: int = 5,
     finds_front: bool = False,
 ) -> dict[str, Any]:
     """The layouts with the shortest predicted steps that fit into `memory_limit` bytes of each device.
 
-    `training`: its mesh, pipeline, sequences, zero_stage, accumulate_grad_batches and sequence_parallel do not matter.
-    `global_sequences`: of a step, over all ranks. A size of an axis that is not None is fixed. The lists are the values
-    to try.
+    `training`: its mesh, pipeline, sequences, zero_stage, accumulate_grad_batches, sequence_parallel and offload do not
+    matter. `global_sequences`: of a step, over all ranks. A size of an axis that is not None is fixed. The lists are
+    the values to try; of `offload`, "cpu" is chosen only where a layout does not fit without it, if "none" is in the
+    list, too.
 
     Returns {"layouts": the fastest first, "num_candidates", "num_above_limit": of those tried, "smallest": the layout
     with the least bytes if none fits, else None, "rejections": [(tensor-parallel size, why the model cannot be sharded
     over it)], "front": with `finds_front`, the layouts with checkpoints of all blocks or none that no other beats in
     both time and memory, whether they fit or not, the fastest first; else []}. A layout is {"mesh", "sequences",
-    "accumulate_grad_batches", "activation_checkpointing", "optimizer_in_backward", "sequence_parallel", "zero_stage",
-    "first_blocks" ([] without a pipeline), "pipeline_schedule", "num_micro_batches", "seconds": {"compute",
-    "recomputation", "tensor_parallel", "data_parallel", "optimizer", "pipeline"}, "model_flops" and "sent_bytes" of a
-    rank, "bytes": {category: bytes} at the peak of the rank with the most}.
+    "accumulate_grad_batches", "activation_checkpointing", "optimizer_in_backward", "sequence_parallel", "offload",
+    "zero_stage", "first_blocks" ([] without a pipeline), "pipeline_schedule", "num_micro_batches", "seconds":
+    {"compute", "recomputation", "tensor_parallel", "data_parallel", "optimizer", "pipeline"}, "model_flops" and
+    "sent_bytes" of a rank, "bytes": {category: bytes} at the peak of the rank with the most}.
 
-    ValueError: a number below 1, no layout is valid, or the cluster's layer times are not valid or not those of the
-    training (its model, precision, tokens, and the plan "auto").
+    ValueError: a number below 1, no layout is valid, the training or the cluster excludes offload = ["cpu"], or the
+    cluster's layer times are not valid or not those of the training (its model, precision, tokens, and the plan
+    "auto").
     """
 
 def matches(pattern: str, name: str) -> bool:
