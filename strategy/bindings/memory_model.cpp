@@ -49,6 +49,7 @@ constexpr Names<Checkpointing, 3> kCheckpointing = {{{"none", Checkpointing::kNo
 
 constexpr Names<DeviceKind, 2> kDevices = {
     {{"cpu", DeviceKind::kCpu}, {"cuda", DeviceKind::kCuda}}};
+constexpr Names<bool, 2> kOffload = {{{"none", false}, {"cpu", true}}};
 
 template <typename Value, std::size_t kSize>
 Value value_of(std::string_view what, const std::string& name, const Names<Value, kSize>& names) {
@@ -99,7 +100,8 @@ TrainingSpec make_spec(const ModelSpec& model,
                        std::optional<std::vector<int64_t>> first_blocks,
                        const std::string& pipeline_schedule,
                        int64_t num_micro_batches,
-                       bool sequence_parallel) {
+                       bool sequence_parallel,
+                       const std::string& offload) {
   const auto steps = backward_steps(optimizer_in_backward);
   const auto weights = value_of("master_weights", master_weights, kWeights);
   auto states = value_of("optimizer_state", optimizer_state, kStates);
@@ -130,6 +132,7 @@ TrainingSpec make_spec(const ModelSpec& model,
           .steps_in_backward = steps.any,
           .steps_by_rows = steps.by_rows,
           .has_deferred_init = empty_init,
+          .offloads_states = offloads_of(offload),
           .checkpointing = checkpointing,
           .checkpointed_blocks = checkpointed_blocks,
           .device = value_of("device", device, kDevices)};
@@ -166,6 +169,12 @@ std::pair<Checkpointing, std::optional<int64_t>> checkpointing_of(const std::str
   return {value_of("activation_checkpointing", kind, kCheckpointing),
           is_number ? std::optional<int64_t>(std::stoll(number)) : std::nullopt};
 }
+
+std::string_view offload_name(const TrainingSpec& spec) {
+  return spec.offloads_states ? "cpu" : "none";
+}
+
+bool offloads_of(const std::string& name) { return value_of("offload", name, kOffload); }
 
 Precision precision_of(const std::string& name) { return value_of("precision", name, kPrecisions); }
 
@@ -254,7 +263,8 @@ void bind_memory_model(py::module_& module) {
            py::arg("first_blocks") = py::none(),
            py::arg("pipeline_schedule") = "1f1b",
            py::arg("num_micro_batches") = 1,
-           py::arg("sequence_parallel") = false)
+           py::arg("sequence_parallel") = false,
+           py::arg("offload") = "none")
       .def("module_names", [](const TrainingSpec& spec) { return module_names(spec.model); })
       .def(
           "predict",
@@ -266,6 +276,7 @@ void bind_memory_model(py::module_& module) {
             return phases;
           },
           py::arg("global_rank"))
+      .def("offloaded_bytes", &offloaded_bytes, py::arg("global_rank"))
       .def("distinct_ranks",
            [](const TrainingSpec& spec) {
              std::vector<std::pair<int64_t, int64_t>> result;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace weft::strategy {
@@ -18,6 +19,11 @@ pybind11::dict usage_to_dict(const MemoryUsage& usage);
 // blocks. checkpointing_of throws std::invalid_argument for another text.
 std::string checkpointing_name(const TrainingSpec& spec);
 std::pair<Checkpointing, std::optional<int64_t>> checkpointing_of(const std::string& text);
+
+// Return and read "none", or "cpu" for optimizer states in CPU memory. offloads_of throws
+// std::invalid_argument for another text.
+std::string_view offload_name(const TrainingSpec& spec);
+bool offloads_of(const std::string& name);
 
 // Returns the precision of a name such as "bf16-mixed". Throws std::invalid_argument for another
 // name.

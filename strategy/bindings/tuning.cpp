@@ -40,6 +40,7 @@ py::dict to_dict(const FoundLayout& layout) {
   result["activation_checkpointing"] = checkpointing_name(training);
   result["optimizer_in_backward"] = training.steps_in_backward;
   result["sequence_parallel"] = training.sequence_parallel;
+  result["offload"] = offload_name(training);
   result["zero_stage"] = training.zero_stage;
   result["first_blocks"] =
       training.pipeline ? training.pipeline->first_blocks : std::vector<int64_t>();
@@ -65,6 +66,7 @@ py::tuple cluster_state(const Cluster& cluster) {
       std::tuple(cluster.devices_per_host, cluster.cores_per_host, cluster.device_bytes),
       std::pair(cluster.within_host.seconds_per_message, cluster.within_host.bytes_per_second),
       std::pair(cluster.across_hosts.seconds_per_message, cluster.across_hosts.bytes_per_second),
+      std::tuple(cluster.copy_bytes_per_second, cluster.host_bytes_per_second, cluster.host_bytes),
       cluster.layer_times);
 }
 
@@ -73,6 +75,8 @@ Cluster cluster_of_state(const py::tuple& state) {
       state[1].cast<std::tuple<double, double, double, double, bool>>();
   const auto [devices_per_host, cores_per_host, device_bytes] =
       state[2].cast<std::tuple<int64_t, double, int64_t>>();
+  const auto [copy_bytes_per_second, host_bytes_per_second, host_bytes] =
+      state[5].cast<std::tuple<double, double, int64_t>>();
   const auto link_of = [&](std::size_t idx) {
     const auto [seconds, rate] = state[idx].cast<std::pair<double, double>>();
     return LinkRates{.seconds_per_message = seconds, .bytes_per_second = rate};
@@ -88,7 +92,10 @@ Cluster cluster_of_state(const py::tuple& state) {
           .device_bytes = device_bytes,
           .within_host = link_of(3),
           .across_hosts = link_of(4),
-          .layer_times = state[5].cast<std::optional<LayerTimes>>()};
+          .copy_bytes_per_second = copy_bytes_per_second,
+          .host_bytes_per_second = host_bytes_per_second,
+          .host_bytes = host_bytes,
+          .layer_times = state[6].cast<std::optional<LayerTimes>>()};
 }
 
 template <auto kSeconds>
@@ -113,6 +120,7 @@ py::dict search(const TrainingSpec& training,
                 const std::vector<std::string>& activation_checkpointing,
                 const std::vector<bool>& optimizer_in_backward,
                 const std::vector<bool>& sequence_parallel,
+                const std::vector<std::string>& offload,
                 int64_t max_results,
                 bool finds_front) {
   LayoutSearch search = {.training = training,
@@ -128,12 +136,16 @@ py::dict search(const TrainingSpec& training,
                          .zero_stages = zero_stages,
                          .checkpointing = {},
                          .steps_in_backward = optimizer_in_backward,
+                         .offloads_states = {},
                          .sequence_parallel = sequence_parallel,
                          .max_results = max_results};
   for (const std::string& name : activation_checkpointing) {
     const auto [kind, blocks] = checkpointing_of(name);
     search.checkpointing.push_back(kind);
     search.training.checkpointed_blocks = blocks;
+  }
+  for (const std::string& name : offload) {
+    search.offloads_states.push_back(offloads_of(name));
   }
   const LayoutSearchResult found = search_layouts(search);
   py::list layouts;
@@ -171,6 +183,9 @@ void bind_tuning(py::module_& module) {
       .def_readwrite("devices_per_host", &Cluster::devices_per_host)
       .def_readwrite("cores_per_host", &Cluster::cores_per_host)
       .def_readwrite("device_bytes", &Cluster::device_bytes)
+      .def_readwrite("copy_bytes_per_second", &Cluster::copy_bytes_per_second)
+      .def_readwrite("host_bytes_per_second", &Cluster::host_bytes_per_second)
+      .def_readwrite("host_bytes", &Cluster::host_bytes)
       .def_property(
           "float32_flops",
           [](const Cluster& self) { return self.device.float32_flops; },
@@ -242,6 +257,7 @@ void bind_tuning(py::module_& module) {
       py::arg("activation_checkpointing") = std::vector<std::string>{"none", "selective", "full"},
       py::arg("optimizer_in_backward") = std::vector<bool>{false, true},
       py::arg("sequence_parallel") = std::vector<bool>{false, true},
+      py::arg("offload") = std::vector<std::string>{"none"},
       py::arg("max_results") = 5,
       py::arg("finds_front") = false);
 }

@@ -172,8 +172,9 @@ class TrainingSpec:
     `precision`: "32-true", "bf16-true", "16-true", "bf16-mixed" or "16-mixed". `optimizer`: "SGD", "SGD with momentum",
     "Adam", "AdamW" or "Adagrad". `activation_checkpointing`: "none", "selective", "full" or "full:8". `device`: "cpu"
     or "cuda". `first_blocks`: of a pipeline, the first block of each stage but the first; `num_micro_batches` into
-    which it splits a batch. The other options are those of the Lightning strategies. ValueError: an unknown precision,
-    optimizer, kind of checkpointing, schedule or device.
+    which it splits a batch. `offload`: "none", or "cpu" for optimizer states in CPU memory. The other options are those
+    of the Lightning strategies. ValueError: an unknown precision, optimizer, kind of checkpointing, schedule, device or
+    offload.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class TrainingSpec:
         pipeline_schedule: str = "1f1b",
         num_micro_batches: int = 1,
         sequence_parallel: bool = False,
+        offload: str = "none",
     ) -> None: ...
     def module_names(self) -> list[str]:
         """The names of the model's modules, parents first, which the plan's patterns match."""
@@ -211,14 +213,21 @@ class TrainingSpec:
         the mesh, or options that exclude each other.
         """
 
+    def offloaded_bytes(self, global_rank: int) -> int:
+        """The bytes of CPU memory that a rank needs with `offload="cpu"`; 0 without. ValueError: as `predict`.
+
+        They are those of its optimizer states, and of four pinned buffers of the size of its largest parameter, rounded
+        up to a power of two.
+        """
+
     def distinct_ranks(self) -> list[tuple[int, int]]:
         """(a global rank, number of ranks like it) for each distinct set of local shapes. ValueError: as `predict`."""
 
     def parameter_cost(self) -> tuple[int, float]:
         """(number of parameter elements of the unsharded model, bytes that training takes for each element).
 
-        The bytes are those of the parameter, its gradient (0 with `optimizer_in_backward`), its optimizer states and
-        autocast's copy of it. Tied parameters count once.
+        The bytes are those of the parameter, its gradient (0 with `optimizer_in_backward`), its optimizer states (0
+        with `offload="cpu"`) and autocast's copy of it. Tied parameters count once.
         """
 
 @final
@@ -245,7 +254,9 @@ class Cluster:
     `half_flops`: operations per second of matrix products. `bytes_per_second`: of a device's memory. `overlaps`:
     whether collectives of data-parallel ranks run while the device computes. `host_link` and `network_link`: (seconds
     of a message, bytes per second that a device sends) within a host and across hosts. `device_bytes`: the memory of a
-    device. `cores_per_host`: how many operators run on a host at once as fast as one alone, if the devices are
+    device. `copy_bytes_per_second`: between a device and CPU memory, in each direction at once;
+    `host_bytes_per_second` and `host_bytes`: of the CPU memory of a host; all three are 0 for CPU ranks.
+    `cores_per_host`: how many operators run on a host at once as fast as one alone, if the devices are
     processes of a CPU; 0: devices do not slow each other. `layer_times`: measured on a device that computes alone;
     None: the times of layers follow from the rates.
     """
@@ -253,6 +264,9 @@ class Cluster:
     devices_per_host: int
     cores_per_host: float
     device_bytes: int
+    copy_bytes_per_second: float
+    host_bytes_per_second: float
+    host_bytes: int
     float32_flops: float
     half_flops: float
     bytes_per_second: float
@@ -295,26 +309,29 @@ def search_layouts(
     activation_checkpointing: Sequence[str] = ("none", "selective", "full"),
     optimizer_in_backward: Sequence[bool] = (False, True),
     sequence_parallel: Sequence[bool] = (False, True),
+    offload: Sequence[str] = ("none",),
     max_results: int = 5,
     finds_front: bool = False,
 ) -> dict[str, Any]:
     """The layouts with the shortest predicted steps that fit into `memory_limit` bytes of each device.
 
-    `training`: its mesh, pipeline, sequences, zero_stage, accumulate_grad_batches and sequence_parallel do not matter.
-    `global_sequences`: of a step, over all ranks. A size of an axis that is not None is fixed. The lists are the values
-    to try.
+    `training`: its mesh, pipeline, sequences, zero_stage, accumulate_grad_batches, sequence_parallel and offload do not
+    matter. `global_sequences`: of a step, over all ranks. A size of an axis that is not None is fixed. The lists are
+    the values to try; of `offload`, "cpu" is chosen only where a layout does not fit without it, if "none" is in the
+    list, too.
 
     Returns {"layouts": the fastest first, "num_candidates", "num_above_limit": of those tried, "smallest": the layout
     with the least bytes if none fits, else None, "rejections": [(tensor-parallel size, why the model cannot be sharded
     over it)], "front": with `finds_front`, the layouts with checkpoints of all blocks or none that no other beats in
     both time and memory, whether they fit or not, the fastest first; else []}. A layout is {"mesh", "sequences",
-    "accumulate_grad_batches", "activation_checkpointing", "optimizer_in_backward", "sequence_parallel", "zero_stage",
-    "first_blocks" ([] without a pipeline), "pipeline_schedule", "num_micro_batches", "seconds": {"compute",
-    "recomputation", "tensor_parallel", "data_parallel", "optimizer", "pipeline"}, "model_flops" and "sent_bytes" of a
-    rank, "bytes": {category: bytes} at the peak of the rank with the most}.
+    "accumulate_grad_batches", "activation_checkpointing", "optimizer_in_backward", "sequence_parallel", "offload",
+    "zero_stage", "first_blocks" ([] without a pipeline), "pipeline_schedule", "num_micro_batches", "seconds":
+    {"compute", "recomputation", "tensor_parallel", "data_parallel", "optimizer", "pipeline"}, "model_flops" and
+    "sent_bytes" of a rank, "bytes": {category: bytes} at the peak of the rank with the most}.
 
-    ValueError: a number below 1, no layout is valid, or the cluster's layer times are not valid or not those of the
-    training (its model, precision, tokens, and the plan "auto").
+    ValueError: a number below 1, no layout is valid, the training or the cluster excludes offload = ["cpu"], or the
+    cluster's layer times are not valid or not those of the training (its model, precision, tokens, and the plan
+    "auto").
     """
 
 def matches(pattern: str, name: str) -> bool:

@@ -87,6 +87,20 @@ def test_plan_and_options_change_estimate(tmp_path: Path) -> None:
     assert phases_of(empty_init=False)["init"]["parameters"] > 1.5 * auto["init"]["parameters"]
 
 
+def test_offloaded_states_are_in_cpu_memory(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"model": {**LLAMA_70B, "num_hidden_layers": 2}, "mesh": "data_parallel=2"}
+    on_device = estimate_file(_write(tmp_path, **config, device="cuda"))
+    offloaded = estimate_file(_write(tmp_path, **config, device="cuda", offload="cpu"))
+    [before], [after] = on_device.ranks, offloaded.ranks
+    states = before.phases["step"]["optimizer_state"]
+    assert after.phases["step"] == {**before.phases["step"], "optimizer_state": 0}
+    embedding = 128256 // 2 * 8192 * 4  # of 2.1 GB, so that each of the four buffers has 2 GiB
+    assert embedding < 2**31 and after.offloaded_bytes == states + 4 * 2**31 and before.offloaded_bytes == 0
+    assert (on_device.bytes_per_parameter, offloaded.bytes_per_parameter) == (16, 8)
+    assert f", and {after.offloaded_bytes / 1e9:.3f} GB of CPU memory for optimizer states\n" in str(offloaded)
+    assert "CPU memory" not in str(on_device)
+
+
 @pytest.mark.parametrize(("device", "rows"), [("cpu", (1 << 20) // (4096 * 4)), ("cuda", 8192 // 4)])
 def test_row_steps_need_no_full_gradient(tmp_path: Path, device: str, rows: int) -> None:
     mlp = {
@@ -121,6 +135,13 @@ def test_row_steps_need_no_full_gradient(tmp_path: Path, device: str, rows: int)
             "is not supported with precision 16-mixed",
         ),
         ({"model": LLAMA_70B, "mesh": {}, "optimizer_in_backward": "columns"}, "'columns'; use true, false or 'rows'"),
+        ({"model": LLAMA_70B, "mesh": {}, "offload": ["none", "cpu"]}, "'offload' is ['none', 'cpu']; give none"),
+        ({"model": LLAMA_70B, "mesh": {}, "offload": "disk"}, "got offload 'disk'; use one of 'none', 'cpu'"),
+        ({"model": LLAMA_70B, "mesh": {}, "offload": "cpu"}, "got offloaded optimizer states for CPU ranks"),
+        (
+            {"model": TINY_GPT2, "mesh": {}, "offload": "cpu", "device": "cuda"},
+            "offload is 'cpu', which is not predicted for model_type 'gpt2'",
+        ),
         (
             {"model": LLAMA_70B, "mesh": {"data_parallel": 2}, "optimizer_in_backward": "rows"},
             "has data-parallel ranks, over which full gradients are averaged",

@@ -31,6 +31,7 @@ _KEYS = (
     "accumulate_grad_batches",
     "zero_stage",
     "sequence_parallel",
+    "offload",
     "device",
     "pipeline_cuts",
     "pipeline_schedule",
@@ -166,6 +167,8 @@ def read_config(config: Any, folder: Path, layout: str | None = None) -> Trainin
         )
     if not isinstance(options.get("sequence_parallel", False), bool):
         raise ValueError(f"'sequence_parallel' is {options['sequence_parallel']!r}; give true or false.")
+    if not isinstance(options.get("offload", "none"), str):
+        raise ValueError(f"'offload' is {options['offload']!r}; give none or cpu.")
     plan = _plan_of(config.get("plan", "auto"), folder)
     pipeline = _pipeline(config, mesh)
     model, hugging_face = _model(config["model"], folder)

@@ -31,11 +31,13 @@ class RankEstimate:
         rank: the global rank.
         num_ranks: the number of ranks with the same figures, this one included.
         phases: bytes by phase, then by category.
+        offloaded_bytes: of CPU memory for offloaded optimizer states; the phases do not have them.
     """
 
     rank: int
     num_ranks: int
     phases: dict[str, dict[str, int]]
+    offloaded_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -50,7 +52,7 @@ class Estimate:
     Attributes:
         num_parameters: of the full model; tied parameters count once.
         bytes_per_parameter: the bytes of one element of a parameter in training: the element, its gradient, its
-            optimizer state and autocast's copy of it.
+            optimizer state, unless it is offloaded, and autocast's copy of it.
         mesh: as `Mesh` prints it.
         ranks: one of each set of ranks with equal figures.
         cuts: the names of the first module of each stage but the first, if weft has chosen them; else ().
@@ -89,6 +91,8 @@ class Estimate:
             bound = "at least" if self.note else "at most"
             like = f" and {rank.num_ranks - 1} like it" if rank.num_ranks > 1 else ""
             peak = f"{in_unit(unit, rank.peak_bytes)} {unit}"
+            if rank.offloaded_bytes:
+                peak += f", and {in_unit(unit, rank.offloaded_bytes)} {unit} of CPU memory for optimizer states"
             lines += ["", f"rank {rank.rank}{like}: {bound} {peak}", *table_of(rank.phases, unit)]
         return "\n".join(lines)
 
@@ -126,7 +130,10 @@ def estimate(spec: _plan.TrainingSpec, mesh: _plan.Mesh) -> Estimate:
         ValueError: the parts of the training do not fit together.
     """
     num_parameters, bytes_per_parameter = spec.parameter_cost()
-    ranks = tuple(RankEstimate(rank, num_alike, spec.predict(rank)) for rank, num_alike in spec.distinct_ranks())
+    ranks = tuple(
+        RankEstimate(rank, num_alike, spec.predict(rank), spec.offloaded_bytes(rank))
+        for rank, num_alike in spec.distinct_ranks()
+    )
     return Estimate(num_parameters, bytes_per_parameter, str(mesh), ranks)
 
 
@@ -165,6 +172,11 @@ def _estimate_state(training: Training, reason: str) -> Estimate:
         raise ValueError(
             f"zero_stage is {training.options['zero_stage']!r}, which is not predicted for {reason}; leave it out, or "
             "use --module."
+        )
+    if training.options.get("offload", "none") != "none":
+        raise ValueError(
+            f"offload is {training.options['offload']!r}, which is not predicted for {reason}; leave it out, and "
+            "subtract the optimizer states."
         )
     other_axes = _plan.Mesh([(axis, size) for axis, size in training.mesh.axes if axis != PIPELINE_AXIS])
     # Raises for unknown names. Sequence parallelism, which one MLP does not have, changes no persistent bytes.

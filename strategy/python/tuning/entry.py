@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from weft.strategy import _plan
 from weft.strategy.estimate.config import Training, load_file, read_config
 from weft.strategy.tuning.formats import combinations_of, merged
+from weft.strategy.tuning.offload import CPU, NONE, offload_if_nothing_fits
 from weft.strategy.tuning.request import memory_limit_of, read_cluster, read_fixed
 from weft.strategy.tuning.result import FoundLayout, Tuning, layout_text
 
@@ -23,7 +25,7 @@ _NOT_PRINTED = ("precision", "optimizer", "empty_init")  # of the Trainer, of th
 def tune_file(path: str | Path, num_devices: int, **options: Any) -> Tuning:
     """Search the layouts for a YAML or JSON configuration, as docs/tune.md describes it.
 
-    If `optimizer_state` or `master_weights` is a list, all its values are tried.
+    If `optimizer_state` or `master_weights` is a list, all its values are tried. `offload` may be a list, too.
 
     Args:
         num_devices: of all hosts.
@@ -33,11 +35,22 @@ def tune_file(path: str | Path, num_devices: int, **options: Any) -> Tuning:
         ValueError: the file does not exist, its content is not a valid configuration, or no layout is possible.
     """
     config = _config_of(path)
+    if isinstance(config, Mapping) and isinstance(config.get("offload"), list):
+        options = {"offload": tuple(config["offload"]), **options}
+        config = _without(config, ("offload",))
+    search = functools.partial(_tune_formats, config, Path(path).parent, num_devices, **options)
+    if options.get("offload") is not None or (isinstance(config, Mapping) and "offload" in config):
+        return search()
+    return offload_if_nothing_fits(lambda offload: search(offload=offload))
+
+
+def _tune_formats(config: Any, folder: Path, num_devices: int, **options: Any) -> Tuning:
+    """Search all combinations of the formats that are lists."""
     searches: list[tuple[dict[str, Any], Tuning]] = []
     errors = []
     for formats in combinations_of(config):
         try:
-            training = read_config(_with(config, formats), Path(path).parent, "tp1")
+            training = read_config(_with(config, formats), folder, "tp1")
             searches.append((formats, tune_training(training, num_devices, **options)))
         except ValueError as error:
             errors.append((formats, error))
@@ -50,21 +63,22 @@ def tune_file(path: str | Path, num_devices: int, **options: Any) -> Tuning:
 def read_training(path: str | Path) -> Training:
     """Return the training of a YAML or JSON configuration on one device, whatever the file's layout is.
 
-    Lists of formats count as their first values.
+    Lists of formats count as their first values; `offload` is left out.
 
     Raises:
         ValueError: the file does not exist, or its content is not a valid configuration.
     """
-    config = _config_of(path)
+    config = _without(_config_of(path), ("offload",))
     return read_config(_with(config, next(combinations_of(config))), Path(path).parent, "tp1")
 
 
 def _config_of(path: str | Path) -> Any:
     """Return the content of a file, without what the search chooses."""
-    config = load_file(Path(path))
-    if not isinstance(config, Mapping):
-        return config
-    return {key: value for key, value in config.items() if key not in _CHOSEN}
+    return _without(load_file(Path(path)), _CHOSEN)
+
+
+def _without(config: Any, keys: Sequence[str]) -> Any:
+    return {key: value for key, value in config.items() if key not in keys} if isinstance(config, Mapping) else config
 
 
 def _with(config: Any, formats: Mapping[str, Any]) -> Any:
@@ -81,11 +95,12 @@ def tune_training(
     fixed: str = "",
     max_results: int = _NUM_RESULTS,
     finds_front: bool = False,
+    offload: Sequence[str] | None = None,
 ) -> Tuning:
     """Return the layouts with the shortest predicted steps that fit.
 
     Options of the training are not changed. The ZeRO stage, activation checkpointing, sequence parallelism and steps in
-    the backward are chosen, unless the training has them.
+    the backward are chosen, unless the training has them; so is offload, if no layout fits without.
 
     Args:
         cluster: the name of a cluster, or the mapping or file of one (see `read_cluster`).
@@ -94,6 +109,8 @@ def tune_training(
         fixed: sizes that are not chosen, such as "tp=2".
         finds_front: also find the layouts, with checkpoints of all blocks or none, that no other beats in both time and
             memory.
+        offload: the values that are tried in place of the training's, of "none" and "cpu". With both, states are
+            offloaded in those layouts that do not fit without.
 
     Raises:
         ValueError: an argument is not valid, the memory model does not describe the training, the cluster has layer
@@ -105,9 +122,26 @@ def tune_training(
             "tune: step times are predicted for llama, mistral, qwen2 and feed_forward with plan: auto or rules; give "
             "such a configuration, without a pipeline of its own."
         )
+    options = dict(training.options)
+    wanted_offload = options.pop("offload", None)
+    if offload is None and wanted_offload is None:
+        search = functools.partial(
+            tune_training,
+            training,
+            num_devices,
+            cluster=cluster,
+            memory=memory,
+            global_sequences=global_sequences,
+            fixed=fixed,
+            max_results=max_results,
+            finds_front=finds_front,
+        )
+        return offload_if_nothing_fits(lambda values: search(offload=values))
+    tried = (wanted_offload,) if offload is None else tuple(offload)
+    if not tried or set(tried) - {NONE, CPU}:
+        raise ValueError(f"tune: got offload = {list(tried)!r}; give none, cpu or a list of both.")
     rates = read_cluster(cluster)
     limit = memory_limit_of(rates, memory)
-    options = dict(training.options)
     wanted_checkpointing = options.pop("activation_checkpointing", None)
     wanted_in_backward = options.pop("optimizer_in_backward", None)
     wanted_sequence_parallel = options.pop("sequence_parallel", None)
@@ -142,6 +176,7 @@ def tune_training(
         activation_checkpointing=_CHECKPOINTING if wanted_checkpointing is None else (wanted_checkpointing,),
         optimizer_in_backward=(False, True) if wanted_in_backward is None else (bool(wanted_in_backward),),
         sequence_parallel=(False, True) if wanted_sequence_parallel is None else (wanted_sequence_parallel,),
+        offload=tried,
         max_results=max_results,
         finds_front=finds_front,
         **sizes,
@@ -167,6 +202,7 @@ def tune_training(
         options={name: value for name, value in options.items() if name not in _NOT_PRINTED},
         front=tuple(_layout(each, tokens, flops) for each in found["front"]),
         has_measured_layers=rates.layer_times is not None,
+        offload=tried,
     )
 
 
@@ -180,6 +216,7 @@ def _layout(found: Mapping[str, Any], num_tokens: int, flops: float) -> FoundLay
         activation_checkpointing=found["activation_checkpointing"],
         optimizer_in_backward=found["optimizer_in_backward"],
         sequence_parallel=found["sequence_parallel"],
+        offload=found["offload"],
         seconds=seconds,
         bytes=dict(found["bytes"]),
         sent_bytes=round(found["sent_bytes"]),

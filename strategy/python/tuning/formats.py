@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.strategy.tuning.result import FoundLayout, Tuning
@@ -53,7 +53,7 @@ def merged(
         num_above_limit=sum(found.num_above_limit for _, found in searches),
         rejections=(*rejected.items(), *rejections.items()),
         options={name: value for name, value in first.options.items() if name not in names},
-        front=_front(each for found, _ in chosen for each in found.front),
+        front=front_of(each for found, _ in chosen for each in found.front),
     )
 
 
@@ -69,7 +69,7 @@ def _with(formats: dict[str, Any], found: Tuning) -> Tuning:
     )
 
 
-def _front(layouts: Iterator[FoundLayout]) -> tuple[FoundLayout, ...]:
+def front_of(layouts: Iterable[FoundLayout]) -> tuple[FoundLayout, ...]:
     """Return the layouts that no other one beats in both time and memory, the fastest first."""
     front: list[FoundLayout] = []
     for layout in sorted(layouts, key=lambda each: (each.step_seconds, each.peak_bytes)):

@@ -18,6 +18,7 @@ __all__ = ["Cluster", "host_bytes", "memory_limit_of", "read_bytes", "read_clust
 # libraries and the context of the device. The memory of a CPU rank is limited to the byte.
 _USABLE = {True: 0.9, False: 1.0}
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30}
+_HOSTS = ("copy_bytes_per_second", "host_bytes_per_second", "host_bytes")
 # Keys of a cluster's file: those of `Cluster` that are numbers, and both links.
 _NUMBERS = (
     "devices_per_host",
@@ -27,8 +28,9 @@ _NUMBERS = (
     "half_flops",
     "bytes_per_second",
     "seconds_per_kernel",
+    *_HOSTS,
 )
-_COUNTS = ("devices_per_host", "device_bytes")
+_COUNTS = ("devices_per_host", "device_bytes", "host_bytes")
 _LINKS = ("host_link", "network_link")
 _LINK_KEYS = ("seconds_per_message", "bytes_per_second")
 _FIXED = {
@@ -89,6 +91,8 @@ def _check_rates(cluster: Cluster) -> None:
         "bytes_per_second of host_link": cluster.host_link[1],
         "bytes_per_second of network_link": cluster.network_link[1],
     }
+    if cluster.name != "cpu":  # whose CPU memory is that of its devices
+        rates |= {name: getattr(cluster, name) for name in _HOSTS}
     for name, rate in rates.items():
         if rate <= 0:
             raise ValueError(f"tune: the cluster has {name} = {rate!r}; give a number above 0.")

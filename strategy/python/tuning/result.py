@@ -30,6 +30,7 @@ class FoundLayout:
         pipeline_schedule: "" without a pipeline.
         num_micro_batches: into which a pipeline splits a batch.
         sequence_parallel: whether tensor-parallel ranks shard the tokens between their layers.
+        offload: "cpu": optimizer states are in CPU memory; "none": on the device.
         formats: "optimizer_state" and "master_weights", as far as the search has tried several.
         seconds: of a step: "compute", "recomputation" (for a module, a part of "compute"), "tensor_parallel",
             "data_parallel", "optimizer" and, of a pipeline, "pipeline": waits for other stages.
@@ -56,6 +57,7 @@ class FoundLayout:
     pipeline_schedule: str = ""
     num_micro_batches: int = 1
     sequence_parallel: bool = False
+    offload: str = "none"
     formats: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -76,6 +78,8 @@ class FoundLayout:
             options["activation_checkpointing"] = self.activation_checkpointing
         if self.optimizer_in_backward:
             options["optimizer_in_backward"] = True
+        if self.offload != "none":
+            options["offload"] = {"optimizer": self.offload}
         if self.shards_data and self.zero_stage != 3:
             options["zero_stage"] = self.zero_stage
         if self.sequence_parallel:
@@ -122,6 +126,8 @@ class Tuning:
         front: the layouts with checkpoints of all blocks or none that no other beats in both time and memory, whether
             they fit or not, the fastest first; (): they were not asked for.
         has_measured_layers: whether the times of layers were measured; otherwise they follow from rates.
+        offload: the values of this option from which the search chooses; (): it is not an option of the search.
+        needs_offload: whether offloaded states were tried because no layout fits without.
     """
 
     layouts: tuple[FoundLayout, ...]
@@ -140,6 +146,8 @@ class Tuning:
     options: dict[str, Any]
     front: tuple[FoundLayout, ...] = ()
     has_measured_layers: bool = False
+    offload: tuple[str, ...] = ()
+    needs_offload: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as plain data, with "step_seconds" and "peak_bytes" for each layout."""
@@ -161,6 +169,8 @@ class Tuning:
         if self.rejections:
             sizes, reason = ", ".join(name for name, _ in self.rejections), self.rejections[0][1]
             lines.append(f"Not possible: {sizes} ({reason}).")
+        if self.needs_offload:
+            lines.append("No layout fits with the optimizer states on the devices: they are in CPU memory.")
         return "\n".join([*lines, "", *self.yaml_lines()])
 
     def no_layout_fits(self) -> str:
@@ -172,10 +182,12 @@ class Tuning:
         activations = ", ".join([*further, "smaller batches or shorter sequences", "or more devices"])
         steps_after = found.optimizer_in_backward or (found.shards_data and found.zero_stage == 1)
         further = [] if steps_after else ["optimizer_in_backward: true"]
+        leaves_out = self.offload == ("none",) and self.cluster != "cpu"
+        states = ["more devices", *(["offload: cpu"] if leaves_out else []), "or optimizer_state: int8"]
         advice = {
             "parameters": "more devices, or precision bf16-true",
             "gradients": ", ".join([*further, "more devices", "or precision bf16-true"]),
-            "optimizer_state": "more devices, or optimizer_state: int8",
+            "optimizer_state": ", ".join(states),
             "saved_activations": activations,
             "scratch": activations,
             "communication": "more devices",
@@ -229,6 +241,8 @@ class Tuning:
             parts.append(f"{layout.activation_checkpointing} activation checkpointing")
         if layout.optimizer_in_backward:
             parts.append("optimizer_in_backward")
+        if layout.offload != "none":
+            parts.append(f"offload {layout.offload}")
         if layout.shards_data and layout.zero_stage != 3:
             parts.append(f"zero_stage {layout.zero_stage}")
         if layout.sequence_parallel:
@@ -244,6 +258,8 @@ def _gigabytes(num_bytes: int) -> str:
 
 
 def _yaml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_yaml(each)}' for name, each in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
@@ -257,6 +273,7 @@ def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
         "seq. parallel": [_sequence_text(layout) for layout in layouts],
         "checkpoints": [layout.activation_checkpointing for layout in layouts],
         "in backward": ["yes" if layout.optimizer_in_backward else "no" for layout in layouts],
+        "offload": [layout.offload for layout in layouts],
         **{name: [layout.formats[name] for layout in layouts] for name in layouts[0].formats},
         "step": [f"{layout.step_seconds:.4g} s" for layout in layouts],
         throughput: [
@@ -271,6 +288,8 @@ def _table(layouts: tuple[FoundLayout, ...], throughput: str) -> list[str]:
         del columns["pipeline"]
     if "yes" not in columns["seq. parallel"] or len(set(columns["seq. parallel"])) == 1:
         del columns["seq. parallel"]
+    if all(layout.offload == "none" for layout in layouts):
+        del columns["offload"]
     if all(layout.zero_stage == 3 for layout in layouts):
         del columns["zero"]
     cells = [[header, *column] for header, column in columns.items()]

@@ -98,6 +98,7 @@ def _tuning_of(content: dict[str, Any]) -> Tuning:
             "front": front,
             "smallest": None if smallest is None else _layout_of(smallest),
             "rejections": tuple((name, reason) for name, reason in content["rejections"]),
+            "offload": tuple(content["offload"]),
         }
     )
 

@@ -157,6 +157,11 @@ void check_zero_stage(const TrainingSpec& spec) {
         "memory: got steps in the backward and zero_stage = 1, which steps shards of parameters "
         "after the backward; use one of the two");
   }
+  if (spec.offloads_states) {
+    throw std::invalid_argument(
+        "memory: got offloaded optimizer states and zero_stage = 1, which shards states in memory; "
+        "use zero_stage 0, 2 or 3, or leave offload out");
+  }
   if (spec.states != StateFormat::kLikeParameters || spec.weights != WeightFormat::kLikePrecision) {
     throw std::invalid_argument(
         "memory: got low-precision states or weights and zero_stage = 1, which shards states in "
@@ -231,6 +236,19 @@ void check_pipeline(const TrainingSpec& spec) {
 
 }  // namespace
 
+void check_offload(const TrainingSpec& spec) {
+  if (spec.device == DeviceKind::kCpu) {
+    throw std::invalid_argument(
+        "memory: got offloaded optimizer states for CPU ranks, whose states are in CPU memory "
+        "already; use device cuda, or leave offload out");
+  }
+  if (spec.optimizer == OptimizerKind::kSgd) {
+    throw std::invalid_argument(
+        "memory: got offloaded optimizer states and SGD without momentum, which has no states; use "
+        "another optimizer, or leave offload out");
+  }
+}
+
 void check_training(const TrainingSpec& spec) {
   if (axis_size(spec.mesh, "context_parallel") > 1) {
     throw std::invalid_argument("memory: the mesh '" + spec.mesh.to_string() +
@@ -247,6 +265,9 @@ void check_training(const TrainingSpec& spec) {
     throw std::invalid_argument(
         "memory: Adagrad does not step inside the backward; use SGD, Adam or AdamW, or step after "
         "it");
+  }
+  if (spec.offloads_states) {
+    check_offload(spec);
   }
   check_formats(spec);
   check_zero_stage(spec);

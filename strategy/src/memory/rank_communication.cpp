@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
 #include <utility>
+#include <vector>
 
 namespace weft::strategy::detail {
 
@@ -122,6 +124,7 @@ void RankMemory::backward_ends() {
   }
   reduced_.reset();
   averaged_.clear();
+  copied_.clear();  // the optimizer's step() waits for the copies
 }
 
 // Gradients are reduced in float32 in every precision.
@@ -153,10 +156,10 @@ void RankMemory::reduce_gradients(int64_t unit) {
     }
   }
   if (spec_.steps_in_backward) {
+    const auto of_unit = std::make_shared<const std::vector<Buffer>>(gradients);
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       if (unit_of(i) == unit && !has_copy_elsewhere(i)) {
-        step_temporaries(local_bytes(i));
-        parameter_buffers_[i].gradient.reset();
+        step_in_backward(i, is_copied ? parameter_buffers_[i].gradient : Buffer(of_unit));
       }
     }
   }
@@ -246,8 +249,7 @@ void RankMemory::sum_tied_gradients() {
       const Buffer sum = hold_bytes(MemoryCategory::kScratch, local_bytes(i));
     }
     if (spec_.steps_in_backward) {
-      step_temporaries(local_bytes(i));
-      parameter_buffers_[i].gradient.reset();
+      step_in_backward(i, parameter_buffers_[i].gradient);
     }
   }
 }

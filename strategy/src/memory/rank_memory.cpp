@@ -272,15 +272,20 @@ void RankMemory::split_weights() {
       buffers.parameter = hold_bytes(MemoryCategory::kParameters, local_bytes(i));
     }
   }
+  for (std::size_t i = 0; i < parameters_.size() && spec_.offloads_states; ++i) {
+    parameter_buffers_[i].low_bits.reset();  // all weights are split before the bits move
+  }
+}
+
+int64_t RankMemory::state_bytes(std::size_t idx) const {
+  const bool is_torchs = spec_.states == StateFormat::kLikeParameters;
+  const int64_t count_bytes = is_torchs ? step_count_bytes(spec_.optimizer) : 4;
+  return num_moments(spec_.optimizer) * moment_bytes(idx) + count_bytes;
 }
 
 void RankMemory::make_optimizer_state() {
-  const bool is_torchs = spec_.states == StateFormat::kLikeParameters;
-  const int64_t count_bytes = is_torchs ? step_count_bytes(spec_.optimizer) : 4;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    parameter_buffers_[i].state =
-        hold_bytes(MemoryCategory::kOptimizerState,
-                   num_moments(spec_.optimizer) * moment_bytes(i) + count_bytes);
+  for (std::size_t i = 0; i < parameters_.size() && !spec_.offloads_states; ++i) {
+    parameter_buffers_[i].state = hold_bytes(MemoryCategory::kOptimizerState, state_bytes(i));
   }
 }
 
@@ -364,8 +369,7 @@ void RankMemory::accumulate(std::size_t idx, Buffer gradient) {
   }
   if (dp_size_ == 1 && spec_.steps_in_backward && completes_gradients_ &&
       !has_copy_elsewhere(idx)) {
-    step_temporaries(local_bytes(idx));
-    buffers.gradient.reset();
+    step_in_backward(idx, buffers.gradient);
   }
 }
 
@@ -376,8 +380,9 @@ void RankMemory::drop_gradients() {
 }
 
 Buffer RankMemory::step_temporaries(int64_t parameter_bytes) {
-  if (spec_.has_fused_optimizer || spec_.states != StateFormat::kLikeParameters ||
-      num_moments(spec_.optimizer) == 0 || spec_.optimizer == OptimizerKind::kSgdMomentum) {
+  if (spec_.offloads_states || spec_.has_fused_optimizer ||
+      spec_.states != StateFormat::kLikeParameters || num_moments(spec_.optimizer) == 0 ||
+      spec_.optimizer == OptimizerKind::kSgdMomentum) {
     return {};
   }
   Buffer root = hold_bytes(MemoryCategory::kScratch, parameter_bytes);

@@ -107,6 +107,8 @@ class RankMemory {
   // Splits float32 weights into bfloat16 and lower bits, if the spec has split weights.
   void split_weights();
   void make_optimizer_state();
+  // Returns the bytes of CPU memory for offloaded states. REQUIRES: split_weights() was called.
+  [[nodiscard]] int64_t offloaded_bytes() const;
 
   // Allocates the gradients of a module's parameters, and steps if the step is in the backward.
   // With data parallelism, allocates unsharded gradients, which reduce_gradients() completes.
@@ -214,6 +216,10 @@ class RankMemory {
   // Allocates the temporaries of torch's loop for one parameter's step. Returns those that it still
   // holds when the next parameter's step begins.
   Buffer step_temporaries(int64_t parameter_bytes);
+  // Returns the bytes of all states of a parameter, without the lower bits of a split weight.
+  [[nodiscard]] int64_t state_bytes(std::size_t idx) const;
+  // Steps a parameter in the backward, and drops its gradient. `gradients`: what shares its memory.
+  void step_in_backward(std::size_t idx, Buffer gradients);
   // Allocates a parameter's gradient, as autograd computes it for a micro-batch.
   Buffer new_gradient(std::size_t idx);
   // Gathers the parameters of which data-parallel ranks have stepped flat shards.
@@ -249,6 +255,7 @@ class RankMemory {
   Buffer reduced_;                // the gradients of the last unit, as they were reduced
   std::vector<Buffer> averaged_;  // the reduced gradients, which FSDP2 averages over replicas
   std::vector<std::pair<std::size_t, Buffer>> mlp_gradients_;  // with the parameter's index
+  std::deque<Buffer> copied_;  // the gradients whose copies to CPU memory are in flight
   bool is_forward_ = true;
   Tape* recorded_ = nullptr;
   Tape* replayed_ = nullptr;

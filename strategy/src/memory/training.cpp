@@ -176,6 +176,14 @@ std::vector<PhaseMemory> predict_memory(const TrainingSpec& spec, int64_t global
   return merged(timeline.phases());
 }
 
+int64_t offloaded_bytes(const TrainingSpec& spec, int64_t global_rank) {
+  detail::check_training(spec);
+  detail::Timeline timeline;
+  RankMemory memory(spec, global_rank, timeline);
+  memory.split_weights();
+  return memory.offloaded_bytes();
+}
+
 std::vector<RankClass> distinct_ranks(const TrainingSpec& spec) {
   detail::check_training(spec);
   const int64_t tp_size = detail::axis_size(spec.mesh, "tensor_parallel");
@@ -229,8 +237,9 @@ ParameterCost parameter_cost(const TrainingSpec& spec) {
   const double copies = has_copies ? 2 : 0;
   const double gradient = spec.steps_in_backward ? 0 : size;
   const auto num_moments = static_cast<double>(detail::num_moments(spec.optimizer));
-  cost.bytes_per_element =
-      size + low_bits + gradient + num_moments * moment_bytes(spec, size) + copies;
+  const double states =
+      spec.offloads_states ? 0 : low_bits + num_moments * moment_bytes(spec, size);
+  cost.bytes_per_element = size + gradient + states + copies;
   return cost;
 }
 

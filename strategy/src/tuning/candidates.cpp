@@ -1,6 +1,7 @@
 #include "candidates.h"
 
 #include "../memory/parameters.h"
+#include "variants.h"
 
 #include <algorithm>
 #include <map>
@@ -118,6 +119,7 @@ class Enumeration {
       training.mesh = mesh_of(1, 1, 1, tensor);
       training.pipeline = {};
       training.zero_stage = 3;
+      training.offloads_states = false;
       training.sequence_parallel = sequence_parallel;
       training.checkpointing = Checkpointing::kNone;
       training.checkpointed_blocks = {};
@@ -155,6 +157,7 @@ class Enumeration {
         training.zero_stage = zero_stage;
         training.steps_in_backward = false;
         training.steps_by_rows = false;
+        training.offloads_states = false;
         training.pipeline = {};
         const int64_t sequences = search_.global_sequences / num_data;
         if (pipeline == 1) {
@@ -182,7 +185,8 @@ class Enumeration {
     const bool is_low_precision = training.states != StateFormat::kLikeParameters ||
                                   training.weights != WeightFormat::kLikePrecision;
     const bool always_steps_in_backward = step_options_of(search_) == std::vector<bool>{true};
-    if (is_low_precision || always_steps_in_backward) {
+    const bool always_offloads = offload_options_ == std::vector<bool>{true};
+    if (is_low_precision || always_steps_in_backward || always_offloads) {
       std::erase(stages, 1);
     }
     return stages;
@@ -269,17 +273,21 @@ class Enumeration {
       training.checkpointed_blocks = {};
     }
     check(training);
-    candidates.push_back({.training = training,
-                          .time = step_time(training, cache, false),
-                          .is_simulated = !training.pipeline});
+    add_candidate(training, false);
     if (training.checkpointing == Checkpointing::kFull && divides_blocks_ &&
         most_blocks(training) > 1) {
       training.checkpointed_blocks = 1;
-      candidates.push_back({.training = training,
-                            .time = step_time(training, cache, false),
-                            .is_simulated = !training.pipeline,
-                            .has_open_blocks = true});
+      add_candidate(training, true);
     }
+  }
+
+  void add_candidate(const TrainingSpec& training, bool has_open_blocks) {
+    Candidate candidate = {.training = training,
+                           .offloads_states = offload_options_of(search_, training),
+                           .steps_in_backward = step_options_of(search_, training),
+                           .has_open_blocks = has_open_blocks};
+    predict_times(candidate, cache, false);
+    candidates.push_back(std::move(candidate));
   }
 
   // By tensor-parallel ranks, sequences, sequence parallelism, checkpointing and stages.
@@ -291,6 +299,7 @@ class Enumeration {
   const LayoutSearch& search_;
   std::vector<Checkpointing> kinds_ = kinds_of(search_);
   bool divides_blocks_ = divides_blocks(search_, kinds_);
+  std::vector<bool> offload_options_ = offload_options_of(search_);
 };
 
 }  // namespace
@@ -301,22 +310,6 @@ Candidates candidates_of(const LayoutSearch& search) {
           .rejections = std::move(found.rejections),
           .has_valid_tensor_size = found.has_valid_tensor_size,
           .cache = std::move(found.cache)};
-}
-
-std::vector<bool> step_options_of(const LayoutSearch& search) {
-  std::vector<bool> options = search.steps_in_backward;
-  if (search.training.optimizer == OptimizerKind::kAdagrad) {
-    std::erase(options, true);
-  }
-  return options;
-}
-
-std::vector<bool> step_options_of(const LayoutSearch& search, const TrainingSpec& training) {
-  std::vector<bool> options = step_options_of(search);
-  if (training.zero_stage == 1 && axis_size(training.mesh, "data_parallel") > 1) {
-    std::erase(options, true);
-  }
-  return options;
 }
 
 int64_t most_blocks(const TrainingSpec& training) {

@@ -21,12 +21,14 @@ struct Gpu {
   int64_t gigabytes;
   double nvlink_gigabytes;   // per second and direction
   double adapter_gigabytes;  // the same
+  double pcie_gigabytes;     // the same, of 16 lanes
+  double host_gigabytes;     // per second, of the memory of both processors
 };
 
-constexpr std::array<Gpu, 4> kGpus = {{{"a100", 19.5, 312, 2.039, 80, 300, 25},
-                                       {"h100", 67, 989, 3.35, 80, 450, 50},
-                                       {"h200", 67, 989, 4.8, 141, 450, 50},
-                                       {"b200", 75, 2250, 7.7, 180, 900, 50}}};
+constexpr std::array<Gpu, 4> kGpus = {{{"a100", 19.5, 312, 2.039, 80, 300, 25, 32, 409.6},
+                                       {"h100", 67, 989, 3.35, 80, 450, 50, 64, 614.4},
+                                       {"h200", 67, 989, 4.8, 141, 450, 50, 64, 614.4},
+                                       {"b200", 75, 2250, 7.7, 180, 900, 50, 64, 716.8}}};
 
 Cluster cluster_of(const Gpu& gpu) {
   return {.name = std::string(gpu.name),
@@ -40,7 +42,10 @@ Cluster cluster_of(const Gpu& gpu) {
           .within_host = {.seconds_per_message = 3e-6,
                           .bytes_per_second = gpu.nvlink_gigabytes * 1e9 * kLinks},
           .across_hosts = {.seconds_per_message = 1e-5,
-                           .bytes_per_second = gpu.adapter_gigabytes * 1e9 * kLinks}};
+                           .bytes_per_second = gpu.adapter_gigabytes * 1e9 * kLinks},
+          .copy_bytes_per_second = gpu.pcie_gigabytes * 1e9 * kLinks,
+          .host_bytes_per_second = gpu.host_gigabytes * 1e9 * kMemory,
+          .host_bytes = 2'000'000'000'000};
 }
 
 // One core with AVX2 and fused multiply-add, and copies through shared memory.
@@ -96,12 +101,26 @@ Cluster named_cluster(std::string_view name) {
   return cluster_of(*found);
 }
 
+void check_hosts(const Cluster& cluster) {
+  if (cluster.copy_bytes_per_second <= 0 || cluster.host_bytes_per_second <= 0 ||
+      cluster.host_bytes <= 0) {
+    throw std::invalid_argument(
+        "tune: got offloaded optimizer states, and the cluster '" + cluster.name +
+        "' has no CPU memory for them; give copy_bytes_per_second, host_bytes_per_second and "
+        "host_bytes above 0, or leave offload out");
+  }
+}
+
+int64_t num_on_host(const Cluster& cluster, int64_t num_devices) {
+  return std::min(num_devices, cluster.devices_per_host);
+}
+
 double slowdown(const Cluster& cluster, int64_t num_devices) {
   if (cluster.cores_per_host == 0) {
     return 1;
   }
-  const int64_t num_on_host = std::min(num_devices, cluster.devices_per_host);
-  return std::max(1.0, static_cast<double>(num_on_host) / cluster.cores_per_host);
+  const auto num_sharing = static_cast<double>(num_on_host(cluster, num_devices));
+  return std::max(1.0, num_sharing / cluster.cores_per_host);
 }
 
 Group group_of(const Cluster& cluster, int64_t num_ranks, int64_t stride) {

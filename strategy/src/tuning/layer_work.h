@@ -69,7 +69,8 @@ struct ModelWork {
 ModelWork model_work(const TrainingSpec& spec, const Cluster& cluster);
 
 // Keeps the results of model_work() for trainings that differ only in their mesh, batch,
-// micro-batches, stages, ZeRO stage, checkpoints, sequence parallelism and steps. Not thread-safe.
+// micro-batches, stages, ZeRO stage, checkpoints, sequence parallelism, steps and offload. Not
+// thread-safe.
 class WorkCache {
  public:
   explicit WorkCache(Cluster cluster) : cluster_(std::move(cluster)) {}

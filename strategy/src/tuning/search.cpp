@@ -1,7 +1,9 @@
 #include "weft/strategy/tuning/search.h"
 
-#include "../memory/parameters.h"
+#include "../memory/check_training.h"
 #include "candidates.h"
+#include "least_bytes.h"
+#include "variants.h"
 
 #include <algorithm>
 #include <functional>
@@ -19,8 +21,14 @@ namespace {
 using detail::Candidate;
 using detail::Candidates;
 using detail::candidates_of;
+using detail::HostMemory;
+using detail::LeastBytes;
 using detail::most_blocks;
+using detail::offload_options_of;
+using detail::predict_times;
 using detail::step_options_of;
+using detail::Variant;
+using detail::variants_of;
 
 // The candidates, the fastest first; and of equal ones, the first that was added.
 class Queue {
@@ -38,7 +46,7 @@ class Queue {
     order_.pop();
     return idx;
   }
-  void push(std::size_t idx) { order_.emplace(candidates_[idx].time.total(), idx); }
+  void push(std::size_t idx) { order_.emplace(candidates_[idx].least_seconds, idx); }
   Candidate& operator[](std::size_t idx) { return candidates_[idx]; }
 
  private:
@@ -63,72 +71,6 @@ MemoryUsage largest_usage(const TrainingSpec& training, int64_t enough) {
   return largest;
 }
 
-// Sets the least number of blocks with checkpoints that fit, and steps in the backward if none fits
-// without. Returns false if the training fits without checkpoints, or not with those of all blocks
-// but one.
-bool close_blocks(TrainingSpec& training, const LayoutSearch& search) {
-  const auto fits = [&](TrainingSpec& candidate, int64_t blocks) {
-    candidate.checkpointing = blocks == 0 ? Checkpointing::kNone : Checkpointing::kFull;
-    candidate.checkpointed_blocks = blocks == 0 ? std::nullopt : std::optional(blocks);
-    return largest_usage(candidate, search.memory_limit).total() <= search.memory_limit;
-  };
-  TrainingSpec candidate = training;
-  const std::vector<bool> step_options = step_options_of(search, training);
-  for (const bool steps_in_backward : step_options) {
-    candidate.steps_in_backward = steps_in_backward;
-    if (fits(candidate, 0)) {
-      return false;
-    }
-  }
-  for (const bool steps_in_backward : step_options) {
-    candidate.steps_in_backward = steps_in_backward;
-    int64_t least = most_blocks(training) - 1;
-    if (!fits(candidate, least)) {
-      continue;
-    }
-    int64_t too_few = 0;
-    while (too_few + 1 < least) {
-      const int64_t middle = (too_few + least) / 2;
-      (fits(candidate, middle) ? least : too_few) = middle;
-    }
-    candidate.checkpointing = Checkpointing::kFull;
-    candidate.checkpointed_blocks = least;
-    training = std::move(candidate);
-    return true;
-  }
-  return false;
-}
-
-// Returns fewer bytes than the parameters and optimizer states of all ranks together, each once.
-double least_state_bytes(const TrainingSpec& training) {
-  TrainingSpec one = training;
-  one.mesh = Mesh();
-  one.pipeline = {};
-  one.zero_stage = 3;
-  one.micro_batches = 1;
-  one.sequences = 1;
-  one.steps_in_backward = true;  // leaves the gradients out
-  one.steps_by_rows = false;
-  if (one.optimizer == OptimizerKind::kAdagrad) {
-    one.optimizer = OptimizerKind::kSgdMomentum;  // which has one state, too, and may step there
-  }
-  one.precision =
-      training.precision == Precision::kHalfTrue ? training.precision : Precision::k32True;
-  one.weights = WeightFormat::kLikePrecision;
-  one.checkpointing = Checkpointing::kNone;
-  one.checkpointed_blocks = {};
-  const bool has_other_weights = training.weights != WeightFormat::kLikePrecision;
-  const ParameterCost cost = parameter_cost(one);
-  const double bytes = static_cast<double>(cost.num_elements) * cost.bytes_per_element;
-  return bytes * (has_other_weights ? 0.5 : 1.0);  // split weights take 3 or 4 bytes instead of 4
-}
-
-// Returns the share of such bytes of a rank: replicas all hold the same ones.
-int64_t share_of(double state_bytes, const Mesh& mesh) {
-  const int64_t num_replicas = mesh.has_axis("data_replicate") ? mesh.size("data_replicate") : 1;
-  return static_cast<int64_t>(state_bytes) / (mesh.size() / num_replicas);
-}
-
 void check(const LayoutSearch& search) {
   for (const auto& [name, number] :
        {std::pair<std::string, int64_t>{"num_devices", search.num_devices},
@@ -141,10 +83,15 @@ void check(const LayoutSearch& search) {
     }
   }
   if (search.zero_stages.empty() || search.checkpointing.empty() ||
-      search.steps_in_backward.empty() || search.sequence_parallel.empty()) {
+      search.steps_in_backward.empty() || search.sequence_parallel.empty() ||
+      search.offloads_states.empty()) {
     throw std::invalid_argument(
-        "tune: got no values for the ZeRO stage, checkpointing, steps in the backward or sequence "
-        "parallelism; give at least one of each");
+        "tune: got no values for the ZeRO stage, checkpointing, steps in the backward, sequence "
+        "parallelism or offload; give at least one of each");
+  }
+  if (offload_options_of(search) == std::vector<bool>{true}) {
+    detail::check_offload(search.training);
+    check_hosts(search.cluster);
   }
   if (step_options_of(search).empty()) {
     throw std::invalid_argument(
@@ -166,107 +113,256 @@ void check(const LayoutSearch& search) {
       "ranks as the model has blocks, and accumulates nothing)");
 }
 
-}  // namespace
-
-LayoutSearchResult search_layouts(const LayoutSearch& search) {
+Candidates checked_candidates_of(const LayoutSearch& search) {
   check(search);
   Candidates found = candidates_of(search);
   if (found.candidates.empty()) {
     refuse(search, found);
   }
-  LayoutSearchResult result;
-  result.rejections = std::move(found.rejections);
-  result.num_candidates =
-      std::count_if(found.candidates.begin(), found.candidates.end(), [](const auto& candidate) {
-        return !candidate.has_open_blocks;
-      });
-  const double state_bytes = least_state_bytes(search.training);
-  Queue queue(std::move(found.candidates));
-  while (!queue.empty() && std::cmp_less(result.layouts.size(), search.max_results)) {
-    const std::size_t idx = queue.pop();
-    Candidate& candidate = queue[idx];
-    const int64_t bound = share_of(state_bytes, candidate.training.mesh);
-    const bool may_fit = bound <= search.memory_limit;
-    if (candidate.has_open_blocks) {
-      if (may_fit && close_blocks(candidate.training, search)) {
-        candidate.has_open_blocks = false;
-        candidate.time = detail::step_time(candidate.training, found.cache, false);
-        queue.push(idx);
-      }
-      continue;
-    }
-    const bool may_be_smallest =
-        result.layouts.empty() && (!result.smallest || bound < result.smallest->at_peak.total());
-    if (!candidate.is_simulated && (may_fit || may_be_smallest)) {
-      candidate.time = detail::step_time(candidate.training, found.cache, true);
-      candidate.is_simulated = true;
-      queue.push(idx);
-      continue;
-    }
-    bool fits = false;
-    for (const bool steps_in_backward : step_options_of(search, candidate.training)) {
-      if (fits || !(may_fit || may_be_smallest)) {
-        break;
-      }
-      candidate.training.steps_in_backward = steps_in_backward;
-      const int64_t least = !result.layouts.empty() ? 0
-                            : result.smallest       ? result.smallest->at_peak.total()
-                                                    : std::numeric_limits<int64_t>::max();
-      FoundLayout layout = {
-          .training = candidate.training,
-          .time = candidate.time,
-          .at_peak = largest_usage(candidate.training, std::max(search.memory_limit, least))};
-      fits = layout.at_peak.total() <= search.memory_limit;
-      if (fits) {
-        result.layouts.push_back(std::move(layout));
-      } else if (!result.smallest || layout.at_peak.total() < result.smallest->at_peak.total()) {
-        result.smallest = std::move(layout);
-      }
-    }
-    result.num_above_limit += fits ? 0 : 1;
-  }
-  if (!result.layouts.empty()) {
-    result.smallest.reset();
-  }
-  return result;
+  return found;
 }
 
-std::vector<FoundLayout> search_front(const LayoutSearch& search) {
-  check(search);
-  Candidates found = candidates_of(search);
-  if (found.candidates.empty()) {
-    refuse(search, found);
-  }
-  const double state_bytes = least_state_bytes(search.training);
-  std::vector<FoundLayout> front;
-  int64_t least = std::numeric_limits<int64_t>::max();
-  Queue queue(std::move(found.candidates));
-  while (!queue.empty()) {
-    const std::size_t idx = queue.pop();
-    Candidate& candidate = queue[idx];
-    if (candidate.has_open_blocks || share_of(state_bytes, candidate.training.mesh) >= least) {
-      continue;
-    }
-    if (!candidate.is_simulated) {
-      candidate.time = detail::step_time(candidate.training, found.cache, true);
-      candidate.is_simulated = true;
-      queue.push(idx);
-      continue;
-    }
-    for (const bool steps_in_backward : step_options_of(search, candidate.training)) {
-      candidate.training.steps_in_backward = steps_in_backward;
-      const MemoryUsage usage = largest_usage(candidate.training, least);
-      if (usage.total() >= least) {
+class Search {
+ public:
+  explicit Search(const LayoutSearch& search)
+      : search_(search),
+        found_(checked_candidates_of(search)),
+        least_bytes_(search),
+        host_memory_(search.cluster) {}
+
+  LayoutSearchResult run() {
+    LayoutSearchResult result;
+    result.rejections = std::move(found_.rejections);
+    result.num_candidates = std::count_if(found_.candidates.begin(),
+                                          found_.candidates.end(),
+                                          [](const auto& each) { return !each.has_open_blocks; });
+    Queue queue(std::move(found_.candidates));
+    while (!queue.empty() && std::cmp_less(result.layouts.size(), search_.max_results)) {
+      const std::size_t idx = queue.pop();
+      Candidate& candidate = queue[idx];
+      if (candidate.chosen) {
+        result.layouts.push_back(std::move(*candidate.chosen));
         continue;
       }
-      least = usage.total();
-      if (!front.empty() && front.back().time.total() == candidate.time.total()) {
-        front.pop_back();  // as fast, with more bytes
+      const int64_t bound = least_bytes_.of(candidate);
+      if (candidate.has_open_blocks) {
+        if (bound <= search_.memory_limit && close_blocks(candidate)) {
+          queue.push(idx);
+        }
+        continue;
       }
-      front.push_back({.training = candidate.training, .time = candidate.time, .at_peak = usage});
+      if (!candidate.is_simulated && may_matter(bound)) {
+        predict_times(candidate, found_.cache, true);
+        queue.push(idx);
+        continue;
+      }
+      candidate.chosen = first_that_fits(candidate);
+      if (!candidate.chosen) {
+        ++result.num_above_limit;
+      } else if (candidate.chosen->time.total() > candidate.least_seconds) {
+        candidate.least_seconds = candidate.chosen->time.total();
+        queue.push(idx);
+      } else {
+        result.layouts.push_back(std::move(*candidate.chosen));
+      }
+    }
+    if (!has_fit_) {
+      refuse_without_smallest();
+      result.smallest = std::move(smallest_);
+    }
+    return result;
+  }
+
+  std::vector<FoundLayout> front() {
+    std::vector<FoundLayout> front;
+    int64_t least = kMost;
+    Queue queue(with_one_time_each());
+    while (!queue.empty()) {
+      const std::size_t idx = queue.pop();
+      Candidate& candidate = queue[idx];
+      if (least_bytes_.of(candidate) >= least) {
+        continue;
+      }
+      if (!candidate.is_simulated) {
+        predict_times(candidate, found_.cache, true);
+        queue.push(idx);
+        continue;
+      }
+      for (const Variant& variant : variants_of(candidate, found_.cache)) {
+        if (!host_memory_.fits(variant.training)) {
+          continue;
+        }
+        const MemoryUsage usage = largest_usage(variant.training, least);
+        if (usage.total() >= least) {
+          continue;
+        }
+        least = usage.total();
+        if (!front.empty() && front.back().time.total() == candidate.time.total()) {
+          front.pop_back();  // as fast, with more bytes
+        }
+        front.push_back({.training = variant.training, .time = candidate.time, .at_peak = usage});
+      }
+    }
+    return front;
+  }
+
+ private:
+  static constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+
+  // Returns the bytes below which a variant is the smallest so far, if that matters.
+  [[nodiscard]] int64_t least_so_far() const {
+    return has_fit_ ? 0 : smallest_ ? smallest_->at_peak.total() : kMost;
+  }
+  // Returns whether a variant with at least so many bytes may fit or be the smallest.
+  [[nodiscard]] bool may_matter(int64_t bound) const {
+    return bound <= search_.memory_limit || bound < least_so_far();
+  }
+
+  // Returns the first variant of a candidate that fits, with its time and its memory. Keeps the
+  // smallest one as long as none fits.
+  std::optional<FoundLayout> first_that_fits(const Candidate& candidate) {
+    const std::vector<Variant> variants = variants_of(candidate, found_.cache);
+    bool exceeds_in_backward = false;
+    for (const Variant& variant : variants) {
+      const TrainingSpec& training = variant.training;
+      const bool exceeds = exceeds_in_backward && !training.steps_in_backward;
+      if (exceeds || !may_matter(least_bytes_.of(training, training.offloads_states)) ||
+          !host_memory_.fits(training)) {
+        continue;
+      }
+      const int64_t enough = std::max(search_.memory_limit, least_so_far());
+      const MemoryUsage usage = largest_usage(training, enough);
+      const bool fits = usage.total() <= search_.memory_limit;
+      // With offload, steps after the backward are slower, and need no less memory.
+      exceeds_in_backward = training.offloads_states && training.steps_in_backward && !fits;
+      if (!fits && usage.total() >= least_so_far()) {
+        continue;
+      }
+      const bool has_time = &variant == &variants.front() || !training.offloads_states;
+      FoundLayout layout = {
+          .training = training,
+          .time = has_time ? candidate.time : detail::step_time(training, found_.cache, true),
+          .at_peak = usage};
+      if (fits) {
+        has_fit_ = true;
+        return layout;
+      }
+      smallest_ = std::move(layout);
+    }
+    return std::nullopt;
+  }
+
+  [[nodiscard]] bool fits(TrainingSpec training, int64_t blocks) const {
+    training.checkpointing = blocks == 0 ? Checkpointing::kNone : Checkpointing::kFull;
+    training.checkpointed_blocks = blocks == 0 ? std::nullopt : std::optional(blocks);
+    return largest_usage(training, search_.memory_limit).total() <= search_.memory_limit;
+  }
+
+  // Returns the least number of blocks with checkpoints with which a training fits; nullopt if it
+  // does not fit with those of all blocks but one.
+  [[nodiscard]] std::optional<int64_t> least_blocks(const TrainingSpec& training) const {
+    int64_t least = most_blocks(training) - 1;
+    if (!fits(training, least)) {
+      return std::nullopt;
+    }
+    int64_t too_few = 0;
+    while (too_few + 1 < least) {
+      const int64_t middle = (too_few + least) / 2;
+      (fits(training, middle) ? least : too_few) = middle;
+    }
+    return least;
+  }
+
+  // Sets the least number of blocks with checkpoints that fit and its variant: the first without
+  // offload, or else the fastest with it. Returns false if a variant fits without checkpoints, or
+  // none with those of all blocks but one.
+  bool close_blocks(Candidate& candidate) {
+    std::optional<Candidate> fastest;
+    for (const bool offloads : candidate.offloads_states) {
+      Candidate closed = candidate;
+      closed.has_open_blocks = false;
+      closed.offloads_states = {offloads};
+      TrainingSpec& training = closed.training;
+      training.offloads_states = offloads;
+      if (least_bytes_.of(training, offloads) > search_.memory_limit ||
+          !host_memory_.fits(training)) {
+        continue;
+      }
+      for (const bool in_backward : candidate.steps_in_backward) {
+        training.steps_in_backward = in_backward;
+        if (fits(training, 0)) {
+          return false;
+        }
+      }
+      for (const bool in_backward : candidate.steps_in_backward) {
+        if (fastest && !offloads) {
+          break;
+        }
+        training.steps_in_backward = in_backward;
+        if (const std::optional<int64_t> blocks = least_blocks(training)) {
+          training.checkpointed_blocks = blocks;
+          closed.steps_in_backward = {in_backward};
+          predict_times(closed, found_.cache, false);
+          if (!fastest || closed.least_seconds < fastest->least_seconds) {
+            fastest = closed;
+          }
+        }
+      }
+      if (fastest) {
+        candidate = *std::move(fastest);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  // Returns the candidates of the front, each variant with a time of its own as one.
+  std::vector<Candidate> with_one_time_each() {
+    std::vector<Candidate> candidates;
+    for (const Candidate& candidate : found_.candidates) {
+      if (candidate.has_open_blocks) {
+        continue;
+      }
+      for (const bool offloads : candidate.offloads_states) {
+        Candidate variant = candidate;
+        variant.offloads_states = {offloads};
+        for (const bool in_backward : candidate.steps_in_backward) {
+          if (offloads) {
+            variant.steps_in_backward = {in_backward};
+          } else if (in_backward != candidate.steps_in_backward.front()) {
+            continue;  // as fast as the first
+          }
+          predict_times(variant, found_.cache, false);
+          candidates.push_back(variant);
+        }
+      }
+    }
+    return candidates;
+  }
+
+  // Throws if there is no variant of which the memory on the device is known.
+  void refuse_without_smallest() const {
+    if (!smallest_) {
+      throw std::invalid_argument(
+          "tune: got offloaded optimizer states, which take more than the " +
+          std::to_string(search_.cluster.host_bytes) +
+          " bytes of CPU memory of a host in each layout; use more hosts or int8 states, or leave "
+          "offload out");
     }
   }
-  return front;
-}
+
+  const LayoutSearch& search_;
+  Candidates found_;
+  LeastBytes least_bytes_;
+  HostMemory host_memory_;
+  bool has_fit_ = false;
+  std::optional<FoundLayout> smallest_;  // while no variant fits
+};
+
+}  // namespace
+
+LayoutSearchResult search_layouts(const LayoutSearch& search) { return Search(search).run(); }
+
+std::vector<FoundLayout> search_front(const LayoutSearch& search) { return Search(search).front(); }
 
 }  // namespace weft::strategy

@@ -4,6 +4,7 @@
 #include "cached_step_time.h"
 #include "data_parallel.h"
 #include "layer_work.h"
+#include "optimizer_step.h"
 #include "weft/strategy/pipeline/partition.h"
 #include "weft/strategy/pipeline/simulate.h"
 
@@ -20,6 +21,7 @@ namespace {
 using detail::axis_size;
 using detail::DataParallel;
 using detail::ModelWork;
+using detail::OptimizerStep;
 using detail::Work;
 using detail::WorkCache;
 
@@ -73,37 +75,6 @@ double data_parallel_seconds(const std::vector<Work>& units,
   return exposed;
 }
 
-// The optimizer reads the weight, the gradient and the states, and writes the weight and the
-// states. `num_elements`: of the tensor-parallel shards.
-double optimizer_seconds(const TrainingSpec& spec, double num_elements, const Cluster& cluster) {
-  if (spec.zero_stage > 0) {
-    num_elements /= static_cast<double>(axis_size(spec.mesh, "data_parallel"));
-  }
-  const bool is_half =
-      spec.precision == Precision::kHalfTrue || spec.weights != WeightFormat::kLikePrecision;
-  const double weight_bytes = is_half ? 2 : 4;
-  const double low_bytes = spec.weights == WeightFormat::kSplit    ? 2
-                           : spec.weights == WeightFormat::kSplit8 ? 1
-                                                                   : 0;
-  double moment_bytes = weight_bytes;
-  if (spec.states == StateFormat::kFloat32) {
-    moment_bytes = 4;
-  } else if (spec.states == StateFormat::kBFloat16) {
-    moment_bytes = 2;
-  } else if (spec.states == StateFormat::kInt8) {
-    moment_bytes = 1;
-  }
-  const double num_moments =
-      spec.optimizer == OptimizerKind::kSgd                                               ? 0
-      : spec.optimizer == OptimizerKind::kAdam || spec.optimizer == OptimizerKind::kAdamW ? 2
-                                                                                          : 1;
-  const double gradient_bytes = weight_bytes;
-  const double passes =
-      gradient_bytes + 2 * (weight_bytes + low_bytes + num_moments * moment_bytes);
-  return slowdown(cluster, spec.mesh.size()) * num_elements * passes /
-         cluster.device.bytes_per_second;
-}
-
 // Adds `num` forwards and backwards of some layers.
 void add_work(StepTime& time, const Work& work, double num) {
   time.compute += num * (work.forward + work.backward);
@@ -113,15 +84,30 @@ void add_work(StepTime& time, const Work& work, double num) {
   time.sent_bytes += num * work.sent_bytes;
 }
 
-// Adds what follows the last backward: the step, and gathers of what was stepped.
+// Adds what follows the last backward: the step, and gathers of what was stepped. `layers`: of the
+// rank, in the order of the forward.
 void add_step(StepTime& time,
               double num_elements,
+              const std::vector<Work>& layers,
               const DataParallel& collectives,
               const TrainingSpec& spec,
               const Cluster& cluster) {
   time.data_parallel += collectives.gather_stepped_seconds(num_elements);
   time.sent_bytes += collectives.gather_stepped_bytes(num_elements);
-  time.optimizer = optimizer_seconds(spec, num_elements, cluster);
+  const OptimizerStep step(spec, cluster);
+  time.optimizer =
+      step.overlaps() ? step.seconds_after_backward(layers) : step.seconds(num_elements);
+}
+
+// Returns the layers of a model in the order of the forward. The gradients of FSDP2's root unit,
+// which has the last layer, are reduced with those of the first.
+std::vector<Work> stepped_layers(const ModelWork& model, const TrainingSpec& spec) {
+  std::vector<Work> layers = model.layers;
+  if (layers.size() > 1 && detail::num_fsdp_shards(spec) > 1) {
+    layers.front().elements += layers.back().elements;
+    layers.back().elements = 0;
+  }
+  return layers;
 }
 
 // The stages of a pipeline, with their work for micro-batches of each size.
@@ -175,6 +161,7 @@ class Stages {
   [[nodiscard]] StepTime time_of(int64_t rank, const DataParallel& collectives) const {
     StepTime time;
     double num_elements = 0;
+    std::vector<Work> layers;
     for (auto i = static_cast<std::size_t>(rank); i < stages_.size();
          i += static_cast<std::size_t>(num_ranks_)) {
       for (const int64_t size : sizes_) {
@@ -188,6 +175,7 @@ class Stages {
       for (const Work& layer : layers_on(stages_[i])) {
         time.data_parallel += collectives.gather_seconds(layer) + collectives.reduce_seconds(layer);
         time.sent_bytes += collectives.gather_bytes(layer, true) + collectives.reduce_bytes(layer);
+        layers.push_back(layer);
       }
     }
     if (model_.is_tied && (rank == 0 || rank == num_ranks_ - 1)) {
@@ -198,7 +186,7 @@ class Stages {
       time.pipeline += link.seconds_per_message + num_bytes / link.bytes_per_second;
       time.sent_bytes += num_bytes;
     }
-    add_step(time, num_elements, collectives, spec_, cluster_);
+    add_step(time, num_elements, layers, collectives, spec_, cluster_);
     return time;
   }
 
@@ -213,8 +201,8 @@ class Stages {
     }
     if (stage.has_head) {
       own.push_back(layers.back());
-      if (model_.is_tied) {
-        own.push_back(layers.front());
+      if (model_.is_tied) {  // a copy of the embedding's weight, whose gradient is complete last
+        own.insert(own.begin(), {.elements = layers.front().elements});
       }
     }
     return own;
@@ -269,7 +257,8 @@ StepTime detail::step_time(const TrainingSpec& spec, WorkCache& cache, bool simu
   if (spec.pipeline) {
     return Stages(spec, cache).step_time(simulates);
   }
-  const std::vector<Work> units = detail::units_of(cache.work_of(spec));
+  const ModelWork& of_model = cache.work_of(spec);
+  const std::vector<Work> units = detail::units_of(of_model);
   const DataParallel collectives(spec, cluster);
   const auto num = static_cast<double>(spec.micro_batches);
   StepTime time;
@@ -285,7 +274,7 @@ StepTime detail::step_time(const TrainingSpec& spec, WorkCache& cache, bool simu
   const bool overlaps = cluster.device.overlaps;
   time.data_parallel = (num - 1) * data_parallel_seconds(units, collectives, overlaps, false) +
                        data_parallel_seconds(units, collectives, overlaps, true);
-  add_step(time, num_elements, collectives, spec, cluster);
+  add_step(time, num_elements, stepped_layers(of_model, spec), collectives, spec, cluster);
   return time;
 }
 

@@ -121,6 +121,11 @@ struct TrainingSpec {
   bool steps_in_backward = false;   // the optimizer steps each parameter in the backward
   bool steps_by_rows = false;       // in addition, weights of fused MLPs some rows at a time
   bool has_deferred_init = true;    // false: each rank first holds the full parameters
+  // Whether the optimizer's states, with the lower bits of split weights, are in CPU memory, and
+  // the CPU steps copies of the parameters (weft.strategy.offload_states). Only with kCuda: states
+  // of CPU ranks are in CPU memory anyway. Not with SGD without momentum, which has no states, nor
+  // with zero_stage 1 and data-parallel ranks.
+  bool offloads_states = false;
   Checkpointing checkpointing = Checkpointing::kNone;
   std::optional<int64_t> checkpointed_blocks = {};  // of each rank, the first ones; nullopt: all
   DeviceKind device = DeviceKind::kCpu;
@@ -132,7 +137,8 @@ struct PhaseMemory {
 };
 
 // Returns, in order, the initialization of a rank and the phases of a training step in which the
-// optimizer already has its states. As in Lightning's Trainer, the gradients of the previous step
+// optimizer already has its states. With offloads_states, these are not in the phases, which are
+// those of the device. As in Lightning's Trainer, the gradients of the previous step
 // are dropped between the forward and the backward of the first micro-batch. With several
 // micro-batches, the phases are those of the last one, to whose gradients those of the earlier ones
 // are added. In a pipeline, a phase has the peak of all forwards, or of all backwards, of a step;
@@ -143,6 +149,11 @@ struct PhaseMemory {
 // of a rule for which there is no prediction, an axis that is not supported, a rank outside the
 // mesh, and options that exclude each other.
 std::vector<PhaseMemory> predict_memory(const TrainingSpec& spec, int64_t global_rank);
+
+// Returns the bytes of CPU memory that a rank needs for offloads_states, 0 without: its states, and
+// four pinned buffers of the size of its largest parameter, rounded up to a power of two as torch's
+// allocator of pinned memory does. Throws for an invalid spec, like predict_memory.
+int64_t offloaded_bytes(const TrainingSpec& spec, int64_t global_rank);
 
 // Ranks with the same local shapes, which need the same memory: one of them, and their number.
 struct RankClass {
@@ -156,7 +167,7 @@ std::vector<RankClass> distinct_ranks(const TrainingSpec& spec);
 
 // The number of parameter elements of the unsharded model, with tied parameters counted once, and
 // the bytes that training needs for each element: the parameter, its gradient (0 bytes with
-// steps_in_backward), optimizer state and autocast's copy of it.
+// steps_in_backward), optimizer state (0 bytes with offloads_states) and autocast's copy of it.
 struct ParameterCost {
   int64_t num_elements = 0;
   double bytes_per_element = 0;

@@ -53,6 +53,8 @@ TEST(Cluster, NamesHaveClusters) {
     EXPECT_GT(cluster.device.bytes_per_second, 0) << name;
     EXPECT_GE(cluster.within_host.bytes_per_second, cluster.across_hosts.bytes_per_second) << name;
     EXPECT_GT(cluster.device_bytes, 0) << name;
+    const bool has_cpu_memory = error_of([&] { return (check_hosts(cluster), 0); }) == "accepted";
+    EXPECT_EQ(has_cpu_memory, name != "cpu") << name;
   }
   EXPECT_EQ(error_of([] { named_cluster("tpu"); }),
             "tune: got the cluster 'tpu'; use one of 'a100', 'h100', 'h200', 'b200', 'cpu'");

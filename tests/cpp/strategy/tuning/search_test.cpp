@@ -1,177 +1,17 @@
 #include "weft/strategy/tuning/search.h"
 
 #include "../error_of.h"
-#include "models.h"
+#include "all_layouts.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 namespace weft::strategy {
 namespace {
-
-LayoutSearch small_search(int64_t num_devices, int64_t memory_limit) {
-  LayoutSearch search;
-  search.training.model = tuned_decoder(4);
-  search.training.tokens = 64;
-  search.cluster = named_cluster("cpu");
-  search.cluster.devices_per_host = 4;
-  search.num_devices = num_devices;
-  search.global_sequences = 24;
-  search.memory_limit = memory_limit;
-  search.max_results = 10'000;
-  return search;
-}
-
-int64_t peak_bytes(const TrainingSpec& training) {
-  int64_t most = 0;
-  for (int64_t rank = 0; rank < training.mesh.size(); ++rank) {
-    for (const PhaseMemory& phase : predict_memory(training, rank)) {
-      most = std::max(most, phase.at_peak.total());
-    }
-  }
-  return most;
-}
-
-constexpr std::initializer_list<Checkpointing> kCheckpointing = {
-    Checkpointing::kNone, Checkpointing::kSelective, Checkpointing::kFull};
-
-std::vector<bool> step_options(const TrainingSpec& training) {
-  return training.zero_stage == 1 ? std::vector<bool>{false} : std::vector<bool>{false, true};
-}
-
-bool fits(TrainingSpec training, const LayoutSearch& search) {
-  for (const bool in_backward : step_options(training)) {
-    training.steps_in_backward = in_backward;
-    if (peak_bytes(training) <= search.memory_limit) {
-      return true;
-    }
-  }
-  return false;
-}
-
-// Adds the seconds of a training if it fits; and those with the fewest checkpoints that fit, of
-// `num_blocks` on a rank, if it does not fit without.
-void add_fitting(TrainingSpec training,
-                 int64_t num_blocks,
-                 const LayoutSearch& search,
-                 std::vector<double>& seconds) {
-  if (fits(training, search)) {
-    seconds.push_back(predict_step_time(training, search.cluster).total());
-  }
-  TrainingSpec without = training;
-  without.checkpointing = Checkpointing::kNone;
-  if (training.checkpointing != Checkpointing::kFull || fits(without, search)) {
-    return;
-  }
-  for (const bool in_backward : step_options(training)) {
-    training.steps_in_backward = in_backward;
-    for (int64_t blocks = 1; blocks < num_blocks; ++blocks) {
-      training.checkpointed_blocks = blocks;
-      if (peak_bytes(training) <= search.memory_limit) {
-        seconds.push_back(predict_step_time(training, search.cluster).total());
-        return;
-      }
-    }
-  }
-}
-
-// The same for a mesh without pipeline ranks, with each number of micro-batches.
-void add_accumulating(const TrainingSpec& training,
-                      int64_t num_data,
-                      const LayoutSearch& search,
-                      std::vector<double>& seconds) {
-  for (int64_t micro_batches = 1; micro_batches <= search.global_sequences; ++micro_batches) {
-    if (search.global_sequences % (num_data * micro_batches) == 0) {
-      TrainingSpec of_batches = training;
-      of_batches.sequences = search.global_sequences / num_data / micro_batches;
-      of_batches.micro_batches = micro_batches;
-      for (const Checkpointing checkpointing : kCheckpointing) {
-        of_batches.checkpointing = checkpointing;
-        add_fitting(of_batches, 4, search, seconds);
-      }
-    }
-  }
-}
-
-void add_pipelines(const TrainingSpec& training,
-                   int64_t num_data,
-                   const LayoutSearch& search,
-                   std::vector<double>& seconds) {
-  const int64_t num_ranks = training.mesh.size("pipeline_parallel");
-  const int64_t sequences = search.global_sequences / num_data;
-  for (const auto& [kind, stages_per_rank] :
-       {std::pair(ScheduleKind::kOneForwardOneBackward, int64_t{1}),
-        std::pair(ScheduleKind::kInterleaved, int64_t{2})}) {
-    for (int64_t micro_batches = 1; micro_batches <= sequences; ++micro_batches) {
-      if (sequences % micro_batches != 0 || num_ranks * stages_per_rank > 4) {
-        continue;
-      }
-      for (const Checkpointing checkpointing : kCheckpointing) {
-        TrainingSpec of_stages = training;
-        of_stages.mesh = Mesh({{"tensor_parallel", training.mesh.size("tensor_parallel")}});
-        of_stages.sequence_parallel = training.sequence_parallel;
-        of_stages.sequences = sequences / micro_batches;
-        of_stages.checkpointing = checkpointing;
-        TrainingSpec pipeline = training;
-        pipeline.sequences = sequences;
-        pipeline.checkpointing = checkpointing;
-        pipeline.pipeline = {
-            .first_blocks = even_stages(of_stages, search.cluster, num_ranks * stages_per_rank),
-            .schedule = kind,
-            .micro_batches = micro_batches};
-        const int64_t most = num_ranks == 1 ? 4 : num_ranks == 4 ? 1 : 2;
-        add_fitting(pipeline, most, search, seconds);
-      }
-    }
-  }
-}
-
-// Returns the seconds of all layouts that fit, by trying all sizes.
-std::vector<double> all_that_fit(const LayoutSearch& search) {
-  std::vector<double> seconds;
-  for (const int64_t pipeline : {1, 2, 3, 4}) {  // of four blocks
-    for (int64_t replicas = 1; replicas <= search.num_devices; ++replicas) {
-      for (int64_t data = 1; data <= search.num_devices; ++data) {
-        for (const int64_t tensor : {1, 2, 4}) {  // four heads of keys
-          const bool is_left_out = pipeline > 1 && replicas > 1;
-          if (pipeline * replicas * data * tensor != search.num_devices || is_left_out ||
-              search.global_sequences % (replicas * data) != 0) {
-            continue;
-          }
-          for (const int64_t zero_stage : {1, 2, 3}) {
-            if ((data == 1 && zero_stage < 3) || (pipeline > 1 && zero_stage == 2)) {
-              continue;
-            }
-            TrainingSpec training = search.training;
-            training.zero_stage = zero_stage;
-            training.mesh = Mesh({{"pipeline_parallel", pipeline},
-                                  {"data_replicate", replicas},
-                                  {"data_parallel", data},
-                                  {"tensor_parallel", tensor}});
-            for (const bool sequence_parallel : {false, true}) {
-              training.sequence_parallel = sequence_parallel;
-              if (sequence_parallel && tensor == 1) {
-                continue;
-              }
-              if (pipeline == 1) {
-                add_accumulating(training, replicas * data, search, seconds);
-              } else {
-                add_pipelines(training, replicas * data, search, seconds);
-              }
-            }
-          }
-        }
-      }
-    }
-  }
-  std::sort(seconds.begin(), seconds.end());
-  return seconds;
-}
 
 TEST(LayoutSearch, FindsWhatTryingAllLayoutsFinds) {
   for (const int64_t num_devices : {1, 4, 6, 8}) {

@@ -38,6 +38,10 @@ struct Cluster {
   int64_t device_bytes = 0;  // the memory of a device
   LinkRates within_host;
   LinkRates across_hosts;  // of one device; the devices of a host have links of their own
+  // For optimizer states in CPU memory. All 0: the devices are CPU ranks, whose states are there.
+  double copy_bytes_per_second = 0;  // between a device and CPU memory, in each direction at once
+  double host_bytes_per_second = 0;  // of a host's CPU memory, reads and writes of all its devices
+  int64_t host_bytes = 0;            // the CPU memory of a host
   // Measured on a device that computes alone; nullopt: layer times follow from the rates.
   std::optional<LayerTimes> layer_times = {};
 };
@@ -50,7 +54,16 @@ std::vector<std::string> cluster_names();
 //
 // Source: the data sheets of NVIDIA's A100 80 GB, H100, H200 and B200 (SXM, products without
 // sparsity; float32 products without TF32), of which kernels attain the fractions in cluster.cpp.
+// CPU memory is that of NVIDIA's DGX systems, with 2 TB and two processors of 8 channels each: AMD
+// EPYC 7742 (DDR4-3200), Intel Xeon 8480C (DDR5-4800; H100 and H200) and 8570 (DDR5-5600).
 Cluster named_cluster(std::string_view name);
+
+// Throws std::invalid_argument for a cluster without the rates and the memory of hosts that
+// offloaded optimizer states need.
+void check_hosts(const Cluster& cluster);
+
+// Returns how many of `num_devices` devices share a host.
+int64_t num_on_host(const Cluster& cluster, int64_t num_devices);
 
 // Returns how many times longer an operator takes than alone, when `num_devices` devices compute:
 // more processes than cores take turns.

@@ -17,7 +17,8 @@ namespace weft::strategy {
 struct LayoutSearch {
   // The model, the plan, the tokens of a sequence, and the options that a search does not change:
   // precision, optimizer, formats, checkpointed_blocks. Its mesh, sequences, micro_batches,
-  // zero_stage, pipeline, sequence_parallel, checkpointing and steps_in_backward are ignored.
+  // zero_stage, pipeline, sequence_parallel, checkpointing, steps_in_backward and offloads_states
+  // are ignored.
   TrainingSpec training;
   Cluster cluster;
   int64_t num_devices = 1;
@@ -43,6 +44,11 @@ struct LayoutSearch {
   // both kNone and kFull are, and the training has no checkpointed_blocks.
   bool divides_blocks = true;
   std::vector<bool> steps_in_backward = {false, true};
+  // Offload is chosen only where a layout does not fit without it, with the faster value of
+  // steps_in_backward that fits; and only where the states of a host's devices fit into its
+  // host_bytes, as if each device had those of the one with the most. Where both values are,
+  // offload is left out if the training or the cluster excludes it.
+  std::vector<bool> offloads_states = {false};
   // Tried with several tensor-parallel ranks. Where both are, sequence parallelism is left out if
   // the model or the plan has no prediction for it.
   std::vector<bool> sequence_parallel = {false, true};
@@ -63,8 +69,8 @@ struct Rejection {
 
 struct LayoutSearchResult {
   std::vector<FoundLayout> layouts;  // that fit, the fastest first
-  // Valid ones; variants of steps_in_backward count as one, checkpoints of some blocks as those of
-  // all.
+  // Valid ones; variants of steps_in_backward and offloads_states count as one, checkpoints of some
+  // blocks as those of all.
   int64_t num_candidates = 0;
   // Those that need more memory, among the faster ones than the last of `layouts`; among all if
   // there are fewer than max_results.
@@ -84,17 +90,20 @@ struct LayoutSearchResult {
 // Branch and bound: the times of all candidates are predicted first, which is cheap, those of
 // pipelines without their waits. In the order of these times, the schedule of a pipeline is
 // simulated, which puts the candidate back at its place; and memory is predicted, until max_results
-// candidates fit. So the result is that of a search of all candidates. If none fits, the memory of
-// all of them is predicted, except of those whose parameters and optimizer states alone take more
-// than the least bytes of the earlier ones.
+// candidates fit. Where offload is tried, too, the time of a candidate is a bound until its memory
+// is known. So the result is that of a search of all candidates. If none fits, the memory of all of
+// them is predicted, except of those whose parameters and optimizer states on the device alone take
+// more than the least bytes of the earlier ones.
 //
 // Throws std::invalid_argument for numbers below 1, and if no candidate is valid: with the sizes
-// that are fixed, for the number of devices or of sequences, or for the model.
+// that are fixed, for the number of devices or of sequences, for the model, or for offloads_states
+// = {true}.
 LayoutSearchResult search_layouts(const LayoutSearch& search);
 
 // Returns the candidates that no other one beats in both time and memory, the fastest first, and so
-// from the most to the fewest bytes; those with checkpoints of some blocks are left out.
-// memory_limit and max_results do not matter. Throws like search_layouts.
+// from the most to the fewest bytes; those with checkpoints of some blocks are left out. Here,
+// variants with and without offload are candidates of their own. memory_limit and max_results do
+// not matter. Throws like search_layouts.
 std::vector<FoundLayout> search_front(const LayoutSearch& search);
 
 }  // namespace weft::strategy

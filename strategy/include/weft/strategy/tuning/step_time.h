@@ -39,11 +39,17 @@ struct StepTime {
 // gradients are reduced while the next computes; replicas average gradients then, too. Gradients
 // are reduced in the last micro-batch only, as the Trainer does.
 //
+// With offloads_states, the step takes the longest of the copies to the host, of those back, and of
+// all bytes in CPU memory, whose rate the devices of a host share. With steps_in_backward, it
+// begins in the last backward, in the order of the gradients, and delays nothing but the end of the
+// step; in a pipeline, only if no data-parallel ranks reduce gradients after the schedule.
+//
 // In a pipeline, the rank is the one that ends last, and the schedule is simulated with the times
 // of its stages (pipeline/simulate.h). Layers gather their parameters before the schedule, and
 // reduce gradients after it. The pipeline axis is the outermost.
 //
-// Throws std::invalid_argument for an invalid spec, like predict_memory.
+// Throws std::invalid_argument for an invalid spec, like predict_memory, and for offloads_states on
+// a cluster without CPU memory.
 StepTime predict_step_time(const TrainingSpec& spec, const Cluster& cluster);
 
 // Returns the same without a simulation, so that `pipeline` has no waits: at most the predicted
