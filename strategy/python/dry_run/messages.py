@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 _SEQUENCE_BITS = 18  # of a tag, see ops/src/pipeline/wire.h; the bits above are those of the channel
+# Those of ring_attention (ops/src/ring_attention.cpp), which has sent its messages when it returns.
+_RING_TAGS = (2**29 - 2, 2**29 - 1)
 
 
 class SentMessages:
@@ -21,6 +23,8 @@ class SentMessages:
 
     def add(self, group_name: str, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
         """Add tensors of a message; all tensors of a message have its tag."""
+        if tag in _RING_TAGS:
+            return
         key = (group_name, peer, tag >> _SEQUENCE_BITS)
         last_tag, kept = self._last.get(key, (None, []))
         self._last[key] = tag, [*(kept if tag == last_tag else ()), *tensors]
