@@ -52,7 +52,9 @@ def _size(size: Size) -> str:
 
 
 def _counts(counts: dict[str, str]) -> str:
-    words = (f"{count} {DISPLAY_NAMES.get(name, name)}{'' if count == '1' else 's'}" for name, count in counts.items())
+    words = (
+        f"{_math(count)} {DISPLAY_NAMES.get(name, name)}{'' if count == '1' else 's'}" for name, count in counts.items()
+    )
     return ", ".join(words) or "0"
 
 

@@ -58,6 +58,7 @@ ALL_REDUCE, ALL_TO_ALL = {"all_reduce": "1"}, {"all_to_all_single": "1"}
 _LINEAR = {"x": "T, d", "weight": "f, d"}
 _MLP = {"x": "T, d", "w1": "f, d", "w2": "o, f"}
 _GATED = _MLP | {"w3": "f, d"}
+_ATTENTION = {"query": "1, 6, T, d", "key": "1, 6, T, d", "value": "1, 6, T, d"}
 _SEQUENCE = {
     "tensors": _GATED,
     "result": "T, o",
@@ -288,6 +289,38 @@ OPERATORS = (
                 {"p": 0.5, "dim": 0},
                 keeps=("seed",),
                 backward_peak=Size("x"),
+            ),
+        ),
+    ),
+    Operator(
+        "ring_attention",
+        "torch's scaled_dot_product_attention of a sequence whose tokens are sharded over the group; keys and values "
+        "move around the ring of ranks",
+        (
+            Form(
+                _ATTENTION,
+                "1, 6, T, d",
+                forward={"send": "n - 1", "recv": "n - 1"},
+                backward={"send": "2*(n - 1)", "recv": "2*(n - 1)"},
+                keeps=("query", "key", "value", "y"),
+                saved=Size("6*T"),
+                forward_peak=Size("6*query + 6*T + min(n - 2, 1)*(38*T + 32*d + 64)"),
+                backward_peak=Size("(10 + 4*min(n - 2, 1))*query + 64*T + 32"),
+            ),
+        ),
+    ),
+    Operator(
+        "ulysses_attention",
+        "the same, computed by heads; each rank computes its heads for the full sequence",
+        (
+            Form(
+                _ATTENTION,
+                "1, 6, T, d",
+                forward={"all_to_all_single": "2"},
+                backward={"all_to_all_single": "2"},
+                saved=Size("4*query + 6*T"),
+                forward_peak=Size("11*query + 6*T"),
+                backward_peak=Size("11*query - 6*T"),
             ),
         ),
     ),

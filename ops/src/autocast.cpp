@@ -87,7 +87,9 @@ void register_all(torch::Library& m) {
                                              dispatch::all_gather_linear,
                                              dispatch::linear_reduce_scatter,
                                              dispatch::sharded_linear,
-                                             dispatch::vocab_parallel_linear_cross_entropy);
+                                             dispatch::vocab_parallel_linear_cross_entropy,
+                                             dispatch::ring_attention,
+                                             dispatch::ulysses_attention);
   register_kernels<InPromotedDtype, kDevice>(m, dispatch::add_rms_norm, dispatch::add_layer_norm);
 }
 

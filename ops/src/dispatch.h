@@ -355,6 +355,49 @@ inline constexpr Operator<"weft::all_to_all",
                                  optional<SymInt> cat_size)>
     all_to_all;
 
+inline constexpr Operator<"weft::ring_attention",
+                          Tensor(const Tensor& query,
+                                 const Tensor& key,
+                                 const Tensor& value,
+                                 string_view group_name,
+                                 bool is_causal,
+                                 optional<double> scale,
+                                 optional<SymInt> sequence_size,
+                                 string_view order)>
+    ring_attention;
+inline constexpr Operator<"weft::_ring_attention",
+                          tuple<Tensor, Tensor>(const Tensor& query,
+                                                const Tensor& key,
+                                                const Tensor& value,
+                                                string_view group_name,
+                                                bool is_causal,
+                                                optional<double> scale,
+                                                optional<SymInt> sequence_size,
+                                                string_view order)>
+    ring_attention_saving;
+inline constexpr Operator<"weft::_ring_attention_backward",
+                          tuple<Tensor, Tensor, Tensor>(const Tensor& grad_out,
+                                                        const Tensor& query,
+                                                        const Tensor& key,
+                                                        const Tensor& value,
+                                                        const Tensor& out,
+                                                        const Tensor& lse,
+                                                        string_view group_name,
+                                                        bool is_causal,
+                                                        optional<double> scale,
+                                                        optional<SymInt> sequence_size,
+                                                        string_view order)>
+    ring_attention_backward;
+inline constexpr Operator<"weft::ulysses_attention",
+                          Tensor(const Tensor& query,
+                                 const Tensor& key,
+                                 const Tensor& value,
+                                 string_view group_name,
+                                 bool is_causal,
+                                 optional<double> scale,
+                                 optional<SymInt> sequence_size)>
+    ulysses_attention;
+
 inline constexpr Operator<"weft::adam_step_",
                           void(const Tensor& parameter,
                                const Tensor& grad,

@@ -282,6 +282,34 @@ PendingCollective start_reduce(std::string_view op,
           }};
 }
 
+PendingCollective start_send(std::string_view op,
+                             const at::Tensor& tensor,
+                             int peer,
+                             int tag,
+                             const ProcessGroupPtr& group) {
+  if (tensor.numel() == 0) {
+    return {};
+  }
+  return {op, "send", group, {tensor}, /*overlaps=*/true, [&](bool /*async_op*/) {
+            std::vector<at::Tensor> tensors{tensor};
+            return group->send(tensors, peer, tag);
+          }};
+}
+
+PendingCollective start_receive(std::string_view op,
+                                const at::Tensor& tensor,
+                                int peer,
+                                int tag,
+                                const ProcessGroupPtr& group) {
+  if (tensor.numel() == 0) {
+    return {};
+  }
+  return {op, "receive", group, {tensor}, /*overlaps=*/true, [&](bool /*async_op*/) {
+            std::vector<at::Tensor> tensors{tensor};
+            return group->recv(tensors, peer, tag);
+          }};
+}
+
 at::Tensor all_to_all(std::string_view op,
                       const at::Tensor& x,
                       std::int64_t split_dim,

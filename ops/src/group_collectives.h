@@ -101,6 +101,14 @@ PendingCollective start_reduce(std::string_view op,
                                const ProcessGroupPtr& group,
                                bool overlaps);
 
+// Starts to send the contiguous `tensor` to rank `peer`, which receives it with the same
+// tag. For tags, see pipeline/wire.h. Do nothing if the tensor is empty. REQUIRES:
+// group is not null.
+PendingCollective start_send(
+    std::string_view op, const at::Tensor& tensor, int peer, int tag, const ProcessGroupPtr& group);
+PendingCollective start_receive(
+    std::string_view op, const at::Tensor& tensor, int peer, int tag, const ProcessGroupPtr& group);
+
 // Sends shard r of x along `split_dim` to rank r; concatenates the received tensors along
 // `cat_dim`, of full size `cat_size`.
 at::Tensor all_to_all(std::string_view op,

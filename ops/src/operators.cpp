@@ -207,6 +207,31 @@ at::Tensor all_to_all(const at::Tensor& x,
   return dispatch::all_to_all(x, split_dim, cat_dim, group_name, cat_size);
 }
 
+at::Tensor ring_attention(const at::Tensor& query,
+                          const at::Tensor& key,
+                          const at::Tensor& value,
+                          std::string_view group_name,
+                          const SequenceAttentionOptions& options,
+                          std::string_view order) {
+  return dispatch::ring_attention(query,
+                                  key,
+                                  value,
+                                  group_name,
+                                  options.is_causal,
+                                  options.scale,
+                                  options.sequence_size,
+                                  order);
+}
+
+at::Tensor ulysses_attention(const at::Tensor& query,
+                             const at::Tensor& key,
+                             const at::Tensor& value,
+                             std::string_view group_name,
+                             const SequenceAttentionOptions& options) {
+  return dispatch::ulysses_attention(
+      query, key, value, group_name, options.is_causal, options.scale, options.sequence_size);
+}
+
 std::string_view built_for_torch() { return WEFT_TORCH_VERSION; }
 
 }  // namespace weft::ops

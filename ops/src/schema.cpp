@@ -79,6 +79,13 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "all_to_all(Tensor x, int split_dim, int cat_dim, str group_name, *, "
          "SymInt? cat_size=None) -> Tensor");
+  define(m,
+         "ring_attention(Tensor query, Tensor key, Tensor value, *, str group_name, "
+         "bool is_causal=False, float? scale=None, SymInt? sequence_size=None, "
+         "str order=\"head_tail\") -> Tensor");
+  define(m,
+         "ulysses_attention(Tensor query, Tensor key, Tensor value, *, str group_name, "
+         "bool is_causal=False, float? scale=None, SymInt? sequence_size=None) -> Tensor");
 
   define(m,
          "adam_step_(Tensor(a!) parameter, Tensor grad, Tensor(b!) exp_avg, "
@@ -121,6 +128,16 @@ TORCH_LIBRARY(weft, m) {
          "(Tensor, Tensor, Tensor)");
   define(m, "_sharded_linear_input_grad(Tensor grad_y, Tensor weight, str group_name) -> Tensor");
   define(m, "_sharded_linear_shard_grad(Tensor grad_y, Tensor x, str group_name) -> Tensor");
+  // (out, lse): ring_attention and the logarithms of the sums of exponentials, [batch, heads,
+  // tokens].
+  define(m,
+         "_ring_attention(Tensor query, Tensor key, Tensor value, str group_name, bool is_causal, "
+         "float? scale, SymInt? sequence_size, str order) -> (Tensor, Tensor)");
+  // (grad_query, grad_key, grad_value)
+  define(m,
+         "_ring_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+         "Tensor out, Tensor lse, str group_name, bool is_causal, float? scale, "
+         "SymInt? sequence_size, str order) -> (Tensor, Tensor, Tensor)");
   // (losses, normalizers): see TokenLosses in cross_entropy_math.h.
   define(m,
          "_vocab_cross_entropy(Tensor logits, Tensor target, int vocab_start, str group_name, "

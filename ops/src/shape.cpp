@@ -7,14 +7,17 @@ namespace weft::ops {
 void check_like_x(std::string_view op,
                   const at::Tensor& x,
                   const at::Tensor& other,
-                  std::string_view name) {
+                  std::string_view name,
+                  std::string_view x_name) {
   TORCH_CHECK_TYPE(other.scalar_type() == x.scalar_type(),
                    op,
                    ": got ",
                    name,
                    " of dtype ",
                    other.scalar_type(),
-                   " with x of dtype ",
+                   " with ",
+                   x_name,
+                   " of dtype ",
                    x.scalar_type(),
                    "; convert one of them, or run under torch.autocast.");
   TORCH_CHECK_VALUE(other.device() == x.device(),
@@ -23,7 +26,9 @@ void check_like_x(std::string_view op,
                     name,
                     " on ",
                     other.device(),
-                    " with x on ",
+                    " with ",
+                    x_name,
+                    " on ",
                     x.device(),
                     "; move them to one device.");
 }

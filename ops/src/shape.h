@@ -16,11 +16,13 @@ namespace weft::ops {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// Checks that `other` has the dtype and device of x, the first tensor of the call.
+// Checks that `other` has the dtype and device of x, the first tensor of the call. `name` and
+// `x_name` are the arguments' names in errors.
 void check_like_x(std::string_view op,
                   const at::Tensor& x,
                   const at::Tensor& other,
-                  std::string_view name);
+                  std::string_view name,
+                  std::string_view x_name = "x");
 // Checks that x is float32, float64, bfloat16 or float16. `name` is the argument's name in errors.
 void check_floating(std::string_view op, const at::Tensor& x, std::string_view name);
 // Like check_floating, for the argument named x, which must also have at least one dim.

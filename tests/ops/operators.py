@@ -34,6 +34,9 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
+CPU_ONLY = ("ring_attention",)  # operators that raise NotImplementedError for tensors on other devices
+
+
 def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> list[Call]:
     """Return calls of every public operator but pipeline messages, in its main forms, with random tensors."""
 
@@ -89,6 +92,13 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
         Call("gather_from_sequence", (x, 1, group_name)),
         Call("reduce_scatter_to_sequence", (x, 0, group_name)),
         Call("all_to_all", (x, 2, 0, group_name)),
+        Call("ulysses_attention", (random(1, 8, 3, 2), random(1, 4, 3, 2), random(1, 4, 3, 2)), group),
+        Call("ring_attention", (random(2, 4, 6, 3), random(2, 2, 6, 3), random(2, 2, 6, 3)), group),
+        Call(
+            "ring_attention",
+            (random(2, 2, 4, 3), random(2, 2, 4, 3), random(2, 2, 4, 3)),
+            {"is_causal": True, "scale": 0.5, "order": "contiguous", **group},
+        ),
     ]
     return calls
 

@@ -18,6 +18,7 @@ numerical gradients in test_registration.py. A CPU test has no CUDA version here
   test_rebind_group_without_weft_modules_raises, test_invalid_modes_and_tables_raise,
   test_environment_sets_mode_and_table,
   test_table_without_dims_raises, test_vocab_start_beyond_int32_is_accepted, test_classes_beyond_int64_raise;
+- calls ring_attention, which supports the CPU only: test_ring_attention.py;
 - runs its own programs on the CPU: test_script_fresh_process.py, test_installed.py.
 
 The tests of the backend weft, collectives/, and of host memory, memory/, are for the CPU.
@@ -41,6 +42,7 @@ from ops import (
     test_sharded,
     test_sharded_linear,
     test_tracing,
+    test_ulysses_attention,
 )
 from ops.on_device import on_device
 
@@ -82,6 +84,7 @@ test_ignored_tokens = on_device("cuda", test_cross_entropy.test_ignored_tokens_h
 test_sharded_norms = on_device("cuda", test_norms.test_values_and_gradients)
 test_sharded_dropout = on_device("cuda", test_dropout.test_shards_match_unsharded)
 
+test_attention_by_heads = on_device("cuda", test_ulysses_attention.test_matches_unsharded_attention)
 test_sharded_and_replicated_kv_heads = on_device(
     "cuda", test_attention.test_sharded_and_replicated_kv_heads_match_reference
 )
@@ -111,6 +114,7 @@ test_collectives_of_pairs = on_device("cuda", test_shard_ops.test_number_of_coll
 test_collectives_of_losses = on_device("cuda", test_cross_entropy.test_number_of_collectives)
 test_collectives_of_norms = on_device("cuda", test_norms.test_number_of_collectives)
 test_collectives_of_attention = on_device("cuda", test_attention.test_number_of_collectives, num_ranks=4)
+test_collectives_of_attention_by_heads = on_device("cuda", test_ulysses_attention.test_number_of_collectives)
 test_number_of_messages = on_device("cuda", test_pipeline.test_number_of_messages)
 
 # Traced, compiled, exported, in TorchScript and under autocast.
@@ -129,6 +133,7 @@ test_compile_losses = on_device("cuda", test_cross_entropy.test_compile_export_s
 test_compile_norms = on_device("cuda", test_norms.test_compile_export_script_and_autocast, needs_gpu=INDUCTOR)
 test_compile_dropout = on_device("cuda", test_dropout.test_module_compile_export_script_checkpoint)
 test_compile_attention = on_device("cuda", test_attention.test_compiled_and_exported_blocks_match_eager)
+test_compile_attention_by_heads = on_device("cuda", test_ulysses_attention.test_compile_export_script_and_autocast)
 test_script_of_attention = on_device("cuda", test_attention.test_scripted_block_loads_and_rebinds)
 test_script_of_shared_heads = on_device("cuda", test_attention.test_scripted_block_loads_and_rebinds, num_ranks=4)
 test_autocast_of_attention = on_device("cuda", test_attention.test_autocast_computes_in_bfloat16)
@@ -143,6 +148,7 @@ test_errors_of_losses = on_device("cuda", test_cross_entropy.test_errors_leave_g
 test_errors_of_norms = on_device("cuda", test_norms.test_errors_leave_group_usable)
 test_errors_of_dropout = on_device("cuda", test_dropout.test_invalid_arguments_raise)
 test_invalid_head_counts_raise = on_device("cuda", test_attention.test_invalid_head_counts_raise, num_ranks=4)
+test_errors_of_attention_by_heads = on_device("cuda", test_ulysses_attention.test_errors_leave_group_usable)
 test_errors_of_messages = on_device("cuda", test_pipeline.test_invalid_arguments_raise)
 
 # Ranks that share key/value heads.

@@ -19,6 +19,7 @@ from collections import Counter
 
 from ops.fuzz import NAMES
 from ops.fuzz.launch import run_calls
+from ops.operators import CPU_ONLY
 
 from support.rank_pool import POOLS
 from support.ranks import RankFailure, run_on_ranks
@@ -68,7 +69,8 @@ def main() -> int:
     on_three = args.count // 5
     num_sets = {args.ranks: args.count} if args.ranks else {2: args.count - on_three, 3: on_three}
     num_failed = 0
-    for operator in [args.operator] if args.operator else NAMES:
+    names = [name for name in NAMES if args.device == "cpu" or name not in CPU_ONLY]
+    for operator in [args.operator] if args.operator else names:
         outcomes: Counter[str] = Counter()
         failures, seed = {}, args.seed
         for num_ranks, count in num_sets.items():

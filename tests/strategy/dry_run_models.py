@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -95,12 +96,47 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.zeros(2, 3, 64, 64), torch.arange(2)
 
 
+class RingBlock(nn.Module):
+    """Attention over a sequence whose tokens are sharded over the default group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 4 * 64)
+        self.out = nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (16, 16)).transpose(1, 2).split((8, 4, 4), 1)
+        y = weft.ops.ring_attention(query, key, value, group_name=dist.group.WORLD.group_name, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class RingModel(nn.Module):
+    """Blocks of ring attention, with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(RingBlock() for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def long_sequence() -> Tensor:
+    return torch.zeros(2, 512, 64)
+
+
 # By name: the function that builds the model, the function that makes the batch, whether it is for training_step.
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "text": (TextModel, text_batch),
     "long text": (TextModel, long_text_batch),
     "llama": (llama, tokens),
     "gpt2": (gpt2, tokens),
+    "ring": (RingModel, long_sequence),
     "resnet18": (ImageModel, images),
     "resnet50": (resnet50, images),
 }

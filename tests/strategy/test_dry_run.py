@@ -35,6 +35,7 @@ CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
         ("text", "tp2", {"activation_checkpointing": "selective", "sequence_parallel": True}),
         ("gpt2", "dp2", {"precision": "bf16-mixed", "optimizer_state": "bfloat16", "master_weights": "split"}),
         ("resnet18", "dp2", {"zero_stage": 1}),
+        ("ring", "dp2", {}),
         ("text", "tp2", {"optimizer_in_backward": "rows"}),
         ("text", "tp2", {"accumulate_grad_batches": 2}),
         ("text", "dp2", {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),

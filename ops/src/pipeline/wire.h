@@ -17,8 +17,8 @@ constexpr std::int64_t kMaxChannel = 1022;
 constexpr std::int64_t kLinkChannel = kMaxChannel + 1;
 
 // Returns a tag from 2^29 to 2^30 - 2, made of the channel, the sequence number modulo 2^18 - 1 and
-// is_answer. A multi-host group supports no larger tags. Users' own messages in the group must have
-// smaller tags.
+// is_answer. A multi-host group supports no larger tags. The two tags below are those of
+// ring_attention; users' own messages in the group must have smaller tags.
 constexpr int tag_of(std::int64_t channel, std::uint64_t sequence, bool is_answer) {
   constexpr int kFirstTag = 1 << 29;
   constexpr int kSequenceBits = 18;

@@ -50,6 +50,9 @@ _THROUGH = frozenset(
         "gather_from_sequence",
         "reduce_scatter_to_sequence",
         "all_to_all",
+        "ring_attention",
+        "_ring_attention",
+        "_ring_attention_backward",
         "_column_row_mlp_saving",
         "_all_gather_linear_backward",
         "_linear_reduce_scatter_backward",
@@ -298,8 +301,9 @@ class CountingMode(TorchDispatchMode):
         elif name == "send":
             staging.send(first, args[2])
             self._sent.add(group.group_name, args[2], args[3], args[0])
-            if self._clock is not None:
-                self._clock.message(channel_of(args[3]), first)
+            channel = channel_of(args[3])
+            if self._clock is not None and channel is not None:
+                self._clock.message(channel, first)
         elif name == "recv_":
             staging.receive(first, args[2])
         else:

@@ -8,11 +8,13 @@ from torch import Tensor
 
 # The parts of a tag, see ops/src/pipeline/wire.h.
 _SEQUENCE_BITS, _CHANNEL_BITS = 18, 10
+# Those of ring_attention (ops/src/ring_attention.cpp), which has sent its messages when it returns.
+_RING_TAGS = (2**29 - 2, 2**29 - 1)
 
 
-def channel_of(tag: int) -> int:
-    """Return the channel of a message of a pipeline; channel 2s has the inputs of stage s, 2s + 1 their gradients."""
-    return (tag >> _SEQUENCE_BITS) % (1 << _CHANNEL_BITS)
+def channel_of(tag: int) -> int | None:
+    """Return the channel of a message of a pipeline: 2s has the inputs of stage s, 2s + 1 their gradients; else None."""
+    return None if tag in _RING_TAGS else (tag >> _SEQUENCE_BITS) % (1 << _CHANNEL_BITS)
 
 
 class SentMessages:
@@ -27,6 +29,8 @@ class SentMessages:
 
     def add(self, group_name: str, peer: int, tag: int, tensors: Sequence[Tensor]) -> None:
         """Add tensors of a message; all tensors of a message have its tag."""
+        if tag in _RING_TAGS:
+            return
         key = (group_name, peer, tag >> _SEQUENCE_BITS)
         last_tag, kept = self._last.get(key, (None, []))
         self._last[key] = tag, [*(kept if tag == last_tag else ()), *tensors]

@@ -6,7 +6,7 @@ exchanges for each of them.
 
 from __future__ import annotations
 
-from ops.fuzz import dropout, linears, messages, norms, pairs, vocabulary
+from ops.fuzz import attention, dropout, linears, messages, norms, pairs, vocabulary
 from ops.fuzz.operator import Operator
 
 OPERATORS: dict[str, Operator] = {
@@ -33,6 +33,8 @@ OPERATORS: dict[str, Operator] = {
         pairs.GatherFromSequence(),
         pairs.ReduceScatterToSequence(),
         pairs.AllToAll(),
+        attention.RingAttention(),
+        attention.UlyssesAttention(),
     )
 }
 

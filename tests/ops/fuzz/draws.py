@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ops.operators import chunk
+from ops.sequence_attention import chunks_of
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OTHERS = (torch.int64, torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn)
@@ -24,6 +25,13 @@ class Sharded:
 
 
 @dataclass(frozen=True)
+class HeadTail:
+    """Each rank has its two chunks along `dim`, in the order "head_tail" of ring_attention."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
 class Replicated:
     """All ranks have the same full tensor."""
 
@@ -33,7 +41,7 @@ class PerRank:
     """Each rank has a different tensor: the value is a list with one tensor per rank."""
 
 
-Placement = Sharded | Replicated | PerRank
+Placement = Sharded | HeadTail | Replicated | PerRank
 REPLICATED, PER_RANK = Replicated(), PerRank()
 Value = Tensor | list[Tensor] | None
 
@@ -51,6 +59,10 @@ class RankInGroup:
         start = min(self.rank * length, size)
         return start, min(start + length, size) - start
 
+    def head_tail_chunks(self, size: int) -> list[range]:
+        """Return the positions of this rank's two chunks among `size` tokens."""
+        return chunks_of(size, self.num_ranks, self.rank, "head_tail")
+
 
 def local_shard(value: Value, placement: Placement, rank_in_group: RankInGroup) -> Tensor | None:
     """Return a rank's shard of a value, or the full value if it lacks the dim, for which the operator must raise."""
@@ -60,6 +72,9 @@ def local_shard(value: Value, placement: Placement, rank_in_group: RankInGroup) 
         return value[rank_in_group.rank]
     if isinstance(placement, Sharded) and -value.dim() <= placement.dim < value.dim():
         return chunk(value, placement.dim, rank_in_group.num_ranks, rank_in_group.rank, requires_grad=False)
+    if isinstance(placement, HeadTail) and -value.dim() <= placement.dim < value.dim():
+        tokens = [token for each in rank_in_group.head_tail_chunks(value.size(placement.dim)) for token in each]
+        return value.detach().index_select(placement.dim, torch.tensor(tokens, dtype=torch.int64, device=value.device))
     return value
 
 

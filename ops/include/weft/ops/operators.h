@@ -239,6 +239,38 @@ WEFT_OPS_API at::Tensor all_to_all(const at::Tensor& x,
                                    std::string_view group_name,
                                    std::optional<std::int64_t> cat_size = {});
 
+struct SequenceAttentionOptions {
+  bool is_causal = false;            // a query attends to the keys of its token and of those before
+  std::optional<double> scale = {};  // of the scores; default: 1 / sqrt(head_dim)
+  std::optional<std::int64_t> sequence_size = {};  // full size S
+};
+
+// torch's scaled_dot_product_attention over a sequence whose tokens are sharded over the group:
+// query [batch, heads, s, head_dim], key and value [batch, kv_heads, s, head_dim], where kv_heads
+// divides heads -> [batch, heads, s, head_dim].
+//
+// Ring attention, on the CPU only. With `order` "head_tail", the sequence is divided into 2n chunks
+// for n ranks, like torch.chunk, and rank r has chunk r and behind it chunk 2n - 1 - r, which
+// balances causal attention; with "contiguous", rank r has chunk r of n. Communication: each rank
+// sends n - 1 messages with the key and value of one shard forward, and as many backward together
+// with n - 1 messages of their gradients (in float32 for half precision), while it computes. Saves
+// query, key, value, the result and one number per token and head. Further errors:
+// c10::NotImplementedError for tensors on other devices.
+WEFT_OPS_API at::Tensor ring_attention(const at::Tensor& query,
+                                       const at::Tensor& key,
+                                       const at::Tensor& value,
+                                       std::string_view group_name,
+                                       const SequenceAttentionOptions& options = {},
+                                       std::string_view order = "head_tail");
+
+// The same by heads, for "contiguous" shards: the number of ranks must divide heads. Communication:
+// two all-to-alls forward, two backward.
+WEFT_OPS_API at::Tensor ulysses_attention(const at::Tensor& query,
+                                          const at::Tensor& key,
+                                          const at::Tensor& value,
+                                          std::string_view group_name,
+                                          const SequenceAttentionOptions& options = {});
+
 // The torch release that libweft_ops.so was compiled for, such as "2.15.0".
 WEFT_OPS_API std::string_view built_for_torch();
 

@@ -1,0 +1,123 @@
+#include "attention_block.h"
+
+#include <ATen/OpMathType.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/logaddexp.h>
+
+#include <utility>
+
+namespace weft::ops {
+
+namespace {
+
+constexpr double kNoDropout = 0.0;
+
+// Returns x, copied unless its rows are contiguous and do not overlap, as BLAS requires.
+at::Tensor with_matrix_strides(const at::Tensor& x) {
+  return x.stride(-1) == 1 && x.stride(-2) >= x.size(-1) ? x : x.contiguous();
+}
+
+// Returns x with the strides of empty_attention(), copied if it has others: those that the kernel
+// returns depend on the release of torch.
+at::Tensor with_tokens_first(const at::Tensor& x) {
+  return x.transpose(1, 2).contiguous().transpose(1, 2);
+}
+
+// Splits the heads of x for the kernel, which needs as many heads of query as of key: returns, of
+// each group of query heads that attend to one key/value head, the one at `index`. A view.
+at::Tensor heads_at(const at::Tensor& x, std::int64_t num_kv_heads, std::int64_t index) {
+  return x.unflatten(1, {num_kv_heads, x.size(1) / num_kv_heads}).select(2, index);
+}
+
+AttentionResult flash(const at::Tensor& query,
+                      const at::Tensor& key,
+                      const at::Tensor& value,
+                      const AttentionOptions& options) {
+  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
+      query, key, value, kNoDropout, options.is_causal, std::nullopt, options.scale);
+  return {std::move(out), std::move(lse)};
+}
+
+}  // namespace
+
+AttentionResult empty_attention(const at::Tensor& query) {
+  const auto lse_options = query.options().dtype(at::toOpMathType(query.scalar_type()));
+  const auto batch = query.sym_size(0), heads = query.sym_size(1), tokens = query.sym_size(2);
+  return {
+      at::empty_symint({batch, tokens, heads, query.sym_size(3)}, query.options()).transpose(1, 2),
+      at::empty_symint({batch, tokens, heads}, lse_options).transpose(1, 2)};
+}
+
+AttentionResult attend(const at::Tensor& query,
+                       const at::Tensor& key,
+                       const at::Tensor& value,
+                       const AttentionOptions& options) {
+  const auto rows = with_matrix_strides(query);
+  const auto keys = with_matrix_strides(key), values = with_matrix_strides(value);
+  const auto num_kv_heads = key.size(1);
+  if (query.size(1) == num_kv_heads) {
+    return flash(rows, keys, values, options);
+  }
+  auto result = empty_attention(query);
+  for (std::int64_t i = 0; i < query.size(1) / num_kv_heads; ++i) {
+    const auto of_heads = flash(heads_at(rows, num_kv_heads, i), keys, values, options);
+    heads_at(result.out, num_kv_heads, i).copy_(of_heads.out);
+    heads_at(result.lse, num_kv_heads, i).copy_(of_heads.lse);
+  }
+  return result;
+}
+
+void AttentionSum::add(AttentionResult block, std::int64_t first_query) {
+  const auto dtype = block.lse.scalar_type();
+  if (is_empty()) {
+    TORCH_INTERNAL_ASSERT(first_query == 0);
+    out_ = with_tokens_first(block.out.to(dtype));
+    lse_ = with_tokens_first(block.lse);
+    return;
+  }
+  const auto num_queries = block.out.size(2);
+  auto out = out_.narrow(2, first_query, num_queries);
+  auto lse = lse_.narrow(2, first_query, num_queries);
+  const auto new_lse = at::logaddexp(lse, block.lse);
+  out.mul_(lse.sub_(new_lse).exp_().unsqueeze(-1));
+  out.addcmul_(block.out.to(dtype), block.lse.sub_(new_lse).exp_().unsqueeze(-1));
+  lse.copy_(new_lse);
+}
+
+AttentionResult AttentionSum::take(at::ScalarType dtype) {
+  return {std::exchange(out_, {}).to(dtype), std::exchange(lse_, {})};
+}
+
+void add_gradients(const AttentionGradients& gradients,
+                   const at::Tensor& grad_out,
+                   const at::Tensor& query,
+                   const at::Tensor& key,
+                   const at::Tensor& value,
+                   const AttentionResult& attention,
+                   const AttentionOptions& options) {
+  const auto rows = with_matrix_strides(query);
+  const auto keys = with_matrix_strides(key), values = with_matrix_strides(value);
+  const auto num_kv_heads = key.size(1);
+  const auto out = with_matrix_strides(attention.out);
+  for (std::int64_t i = 0; i < query.size(1) / num_kv_heads; ++i) {
+    const auto of_heads = [&](const at::Tensor& x) { return heads_at(x, num_kv_heads, i); };
+    const auto [grad_query, grad_key, grad_value] =
+        at::_scaled_dot_product_flash_attention_for_cpu_backward(of_heads(grad_out),
+                                                                 of_heads(rows),
+                                                                 keys,
+                                                                 values,
+                                                                 of_heads(out),
+                                                                 of_heads(attention.lse),
+                                                                 kNoDropout,
+                                                                 options.is_causal,
+                                                                 std::nullopt,
+                                                                 options.scale);
+    of_heads(gradients.query).add_(grad_query);
+    gradients.key.add_(grad_key);
+    gradients.value.add_(grad_value);
+  }
+}
+
+}  // namespace weft::ops

@@ -1,0 +1,70 @@
+#pragma once
+
+// Attention of queries to one block of keys and values, with torch's flash attention for the CPU,
+// and the combination of the blocks' results. All functions work below autograd.
+//
+// Shapes: query, out and their gradients [batch, heads, tokens, head_dim]; key, value and their
+// gradients [batch, kv_heads, tokens, head_dim], where kv_heads divides heads; lse, the logarithms
+// of the sums of exponentials, [batch, heads, tokens]. A block's results and gradients are combined
+// in the dtype of lse: float64 for float64, otherwise float32.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace weft::ops {
+
+struct AttentionOptions {
+  bool is_causal = false;            // query i attends to keys 0 to i of the block
+  std::optional<double> scale = {};  // default: 1 / sqrt(head_dim)
+};
+
+struct AttentionResult {
+  at::Tensor out;
+  at::Tensor lse;
+};
+
+// Returns uninitialized results for `query`. In memory, the dim of heads is behind that of tokens,
+// as a linear layer needs it.
+AttentionResult empty_attention(const at::Tensor& query);
+
+// Returns the attention of `query` to one block. REQUIRES: query, key and value are not empty.
+AttentionResult attend(const at::Tensor& query,
+                       const at::Tensor& key,
+                       const at::Tensor& value,
+                       const AttentionOptions& options);
+
+// The attention to several blocks, computed from their results (Liu et al., "Ring Attention", 2023;
+// Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
+class AttentionSum {
+ public:
+  // Adds a block's result for the queries from `first_query` on. The first block must have all
+  // queries.
+  void add(AttentionResult block, std::int64_t first_query);
+  bool is_empty() const { return !out_.defined(); }
+  // Returns the attention, with `out` of this dtype. REQUIRES: !is_empty().
+  AttentionResult take(at::ScalarType dtype);
+
+ private:
+  at::Tensor out_;  // in the dtype of lse_
+  at::Tensor lse_;
+};
+
+struct AttentionGradients {
+  at::Tensor query;
+  at::Tensor key;
+  at::Tensor value;
+};
+
+// Adds the gradients of the attention to one block to `gradients`, which have the dtype of lse.
+// `attention` is the result over all blocks, and grad_out its gradient.
+void add_gradients(const AttentionGradients& gradients,
+                   const at::Tensor& grad_out,
+                   const at::Tensor& query,
+                   const at::Tensor& key,
+                   const at::Tensor& value,
+                   const AttentionResult& attention,
+                   const AttentionOptions& options);
+
+}  // namespace weft::ops

@@ -1,0 +1,300 @@
+// ring_attention: attention over a sequence that is sharded over the group (Liu et al., "Ring
+// Attention with Blockwise Transformers", 2023). A block is the keys and values of one rank's
+// shard.
+//
+// Forward: the blocks move around the ring of ranks. In step i, a rank computes the attention of
+// its queries to the block of the rank i before it, and at the same time sends this block to the
+// next rank and receives the block of step i + 1. The results of the blocks are combined by their
+// log-sum-exp. Backward: the blocks move in the same way, and the gradient of each block follows
+// it, one step behind: a rank receives the sum of the gradients of the ranks before it, adds its
+// own and sends the sum on; the last rank is the one before the block's owner, which adds its own
+// gradient.
+//
+// With a causal mask, chunks are before or behind each other (sequence_order.h), so only the rank's
+// own block needs a mask: of a block of a rank before it, the queries attend to the head; to a
+// block of a rank behind it, only the queries of the tail attend.
+
+#include "ring_attention.h"
+
+#include "attention_shape.h"
+#include "group_collectives.h"
+#include "sequence_order.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+#include <vector>
+
+namespace weft::ops {
+
+namespace {
+
+constexpr int kBlockTag = (1 << 29) - 2;
+constexpr int kGradientTag = (1 << 29) - 1;
+
+// Tokens [begin, begin + size) of a shard.
+struct TokenRange {
+  std::int64_t begin = 0;
+  std::int64_t size = 0;
+
+  at::Tensor of(const at::Tensor& x) const { return x.narrow(2, begin, size); }
+};
+
+// The queries of this rank that attend to a block, and the keys of the block that they attend to.
+struct AttendedTokens {
+  TokenRange queries;
+  TokenRange keys;
+  AttentionOptions options;
+
+  bool is_empty() const { return queries.size == 0 || keys.size == 0; }
+};
+
+class Ring {
+ public:
+  Ring(ProcessGroupPtr group, std::int64_t sequence_size, const RingOptions& options)
+      : group_(std::move(group)), is_causal_(options.is_causal), scale_(options.scale) {
+    const auto order = checked_order(kRingAttention, options.order);
+    const auto [num_ranks, rank] = rank_in(group_);
+    rank_ = static_cast<int>(rank);
+    for (std::int64_t each = 0; each < num_ranks; ++each) {
+      const auto chunks = shard_chunks(order, sequence_size, {num_ranks, each});
+      heads_.push_back(chunks.head.expect_int());
+      sizes_.push_back(chunks.size().expect_int());
+    }
+  }
+
+  // Calls visit(source, key, value) for the block of each rank `source`, this rank's first, while
+  // the next block is in flight.
+  template <typename Visit>
+  void for_each_block(const at::Tensor& key, const at::Tensor& value, const Visit& visit) const {
+    if (num_ranks() == 1) {
+      visit(rank_, key, value);
+      return;
+    }
+    auto block = at::stack({key, value});
+    for (int step = 0; step < num_ranks(); ++step) {
+      const int source = at_distance(-step);
+      at::Tensor next;
+      PendingCollective sending, receiving;
+      if (step + 1 < num_ranks()) {
+        next = at::empty(sizes_with(block, at_distance(-step - 1)), block.options());
+        receiving = start_receive(kRingAttention, next, at_distance(-1), kBlockTag, group_);
+        sending = start_send(kRingAttention, block, at_distance(1), kBlockTag, group_);
+      }
+      visit(source, block.select(0, 0), block.select(0, 1));
+      receiving.wait();
+      sending.wait();
+      block = std::move(next);
+    }
+  }
+
+  AttendedTokens attended(int source) const {
+    const TokenRange all_queries{0, size_of(rank_)}, all_keys{0, size_of(source)};
+    if (!is_causal_) {
+      return {all_queries, all_keys, {false, scale_}};
+    }
+    if (source == rank_) {
+      return {all_queries, all_keys, {true, scale_}};
+    }
+    if (source < rank_) {
+      return {all_queries, {0, head_of(source)}, {false, scale_}};
+    }
+    return {{head_of(rank_), size_of(rank_) - head_of(rank_)}, all_keys, {false, scale_}};
+  }
+
+  // Starts to send the sum of the gradients of a block to the next rank.
+  PendingCollective start_send_gradients(const at::Tensor& gradients) const {
+    return start_send(kRingAttention, gradients, at_distance(1), kGradientTag, group_);
+  }
+  PendingCollective start_receive_gradients(const at::Tensor& gradients) const {
+    return start_receive(kRingAttention, gradients, at_distance(-1), kGradientTag, group_);
+  }
+
+  int rank() const { return rank_; }
+  int num_ranks() const { return static_cast<int>(sizes_.size()); }
+  std::int64_t size_of(int rank) const { return sizes_.at(static_cast<std::size_t>(rank)); }
+  // Returns the rank that is `distance` ranks behind this one on the ring.
+  int at_distance(int distance) const { return (rank_ + distance + num_ranks()) % num_ranks(); }
+
+ private:
+  std::int64_t head_of(int rank) const { return heads_.at(static_cast<std::size_t>(rank)); }
+
+  // Returns the sizes of the block of rank `source`; `block` is that of another rank.
+  std::vector<std::int64_t> sizes_with(const at::Tensor& block, int source) const {
+    auto sizes = block.sizes().vec();
+    sizes[3] = size_of(source);
+    return sizes;
+  }
+
+  ProcessGroupPtr group_;
+  bool is_causal_;
+  std::optional<double> scale_;
+  int rank_ = 0;
+  std::vector<std::int64_t> heads_;  // the number of tokens of each rank's head
+  std::vector<std::int64_t> sizes_;  // the number of tokens of each rank's shard
+};
+
+// Whether the full tensors have no elements, whatever their number of tokens is. All ranks agree.
+bool is_empty_on_all_ranks(const at::Tensor& query) {
+  return query.size(0) == 0 || query.size(1) == 0 || query.size(3) == 0;
+}
+
+// Computes and adds up the gradients of the blocks.
+class RingBackward {
+ public:
+  // `grad_out` is the gradient of attention.out.
+  RingBackward(const Ring& ring,
+               at::Tensor grad_out,
+               at::Tensor query,
+               const at::Tensor& key,
+               AttentionResult attention)
+      : ring_(ring),
+        grad_out_(std::move(grad_out)),
+        query_(std::move(query)),
+        attention_(std::move(attention)),
+        options_(attention_.lse.options()),
+        sum_{at::zeros(query_.sizes(), options_),
+             at::zeros(key.sizes(), options_),
+             at::zeros(key.sizes(), options_)} {}
+
+  AttentionGradients run(const at::Tensor& key, const at::Tensor& value) {
+    ring_.for_each_block(
+        key, value, [&](int source, const at::Tensor& block_key, const at::Tensor& block_value) {
+          if (source == ring_.rank()) {
+            add_block(source, block_key, block_value, sum_.key, sum_.value);
+          } else {
+            add_to_moving_sum(source, block_key, block_value);
+          }
+        });
+    if (ring_.num_ranks() > 1) {
+      auto others = at::empty(stacked_sizes(key), options_);
+      ring_.start_receive_gradients(others).wait();
+      sum_.key.add_(others.select(0, 0));
+      sum_.value.add_(others.select(0, 1));
+      sending_.wait();
+    }
+    const auto dtype = query_.scalar_type();
+    return {sum_.query.to(dtype), sum_.key.to(dtype), sum_.value.to(dtype)};
+  }
+
+ private:
+  // Adds this rank's gradients of another rank's block to those of the ranks before it.
+  void add_to_moving_sum(int source, const at::Tensor& block_key, const at::Tensor& block_value) {
+    at::Tensor received;
+    PendingCollective receiving;
+    if (source != ring_.at_distance(-1)) {  // the block's owner sends none
+      received = at::empty(stacked_sizes(block_key), options_);
+      receiving = ring_.start_receive_gradients(received);
+    }
+    auto gradients = at::zeros(stacked_sizes(block_key), options_);
+    auto grad_key = gradients.select(0, 0), grad_value = gradients.select(0, 1);
+    add_block(source, block_key, block_value, grad_key, grad_value);
+    receiving.wait();
+    if (received.defined()) {
+      gradients.add_(received);
+    }
+    sending_.wait();
+    sending_ = ring_.start_send_gradients(gradients);
+  }
+
+  void add_block(int source,
+                 const at::Tensor& block_key,
+                 const at::Tensor& block_value,
+                 const at::Tensor& grad_key,
+                 const at::Tensor& grad_value) const {
+    const auto tokens = ring_.attended(source);
+    if (tokens.is_empty()) {
+      return;
+    }
+    const auto& [queries, keys, options] = tokens;
+    add_gradients({queries.of(sum_.query), keys.of(grad_key), keys.of(grad_value)},
+                  queries.of(grad_out_),
+                  queries.of(query_),
+                  keys.of(block_key),
+                  keys.of(block_value),
+                  {queries.of(attention_.out), queries.of(attention_.lse)},
+                  options);
+  }
+
+  static std::vector<std::int64_t> stacked_sizes(const at::Tensor& key) {
+    auto sizes = key.sizes().vec();
+    sizes.insert(sizes.begin(), 2);
+    return sizes;
+  }
+
+  const Ring& ring_;
+  at::Tensor grad_out_;
+  at::Tensor query_;
+  AttentionResult attention_;
+  at::TensorOptions options_;
+  AttentionGradients sum_;  // for the queries and the block of this rank
+  PendingCollective sending_;
+};
+
+}  // namespace
+
+c10::SymInt checked_ring_arguments(const at::Tensor& query,
+                                   const at::Tensor& key,
+                                   const at::Tensor& value,
+                                   const RingOptions& options,
+                                   const GroupRank& group_rank) {
+  check_attention(kRingAttention, query, key, value);
+  TORCH_CHECK_NOT_IMPLEMENTED(query.is_cpu() || query.is_meta(),
+                              kRingAttention,
+                              ": got query on ",
+                              query.device(),
+                              ", but this operator supports the CPU only; use "
+                              "weft::ulysses_attention on other devices.");
+  const auto order = checked_order(kRingAttention, options.order);
+  return checked_sequence_size(
+      kRingAttention, order, query, 2, options.sequence_size, group_rank, "query");
+}
+
+AttentionResult ring_attention_forward(const at::Tensor& query,
+                                       const at::Tensor& key,
+                                       const at::Tensor& value,
+                                       const RingOptions& options) {
+  const auto group = resolve_group(kRingAttention, options.group_name);
+  const auto sequence_size = checked_ring_arguments(query, key, value, options, rank_in(group));
+  AttentionSum sum;
+  if (!is_empty_on_all_ranks(query)) {
+    const Ring ring(group, sequence_size.expect_int(), options);
+    ring.for_each_block(
+        key, value, [&](int source, const at::Tensor& block_key, const at::Tensor& block_value) {
+          const auto tokens = ring.attended(source);
+          if (!tokens.is_empty()) {
+            sum.add(attend(tokens.queries.of(query),
+                           tokens.keys.of(block_key),
+                           tokens.keys.of(block_value),
+                           tokens.options),
+                    tokens.queries.begin);
+          }
+        });
+  }
+  if (sum.is_empty()) {  // there are no queries, and no elements in the result
+    auto result = empty_attention(query);
+    return {std::move(result.out), result.lse.zero_()};
+  }
+  return sum.take(query.scalar_type());
+}
+
+AttentionGradients ring_attention_gradients(const at::Tensor& grad_out,
+                                            const at::Tensor& query,
+                                            const at::Tensor& key,
+                                            const at::Tensor& value,
+                                            const AttentionResult& attention,
+                                            const RingOptions& options) {
+  const auto group = resolve_group(kRingAttention, options.group_name);
+  const auto sequence_size = checked_ring_arguments(query, key, value, options, rank_in(group));
+  if (is_empty_on_all_ranks(query)) {
+    return {at::zeros(query.sizes(), query.options()),
+            at::zeros(key.sizes(), key.options()),
+            at::zeros(value.sizes(), value.options())};
+  }
+  const Ring ring(group, sequence_size.expect_int(), options);
+  return RingBackward(ring, grad_out, query, key, attention).run(key, value);
+}
+
+}  // namespace weft::ops

@@ -1,0 +1,132 @@
+"""Random calls of the attention operators on sharded sequences."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import ClassVar
+
+import torch
+
+from ops.fuzz import rules
+from ops.fuzz.draws import Draw, HeadTail, Placement, RankInGroup, Sharded, Value
+from ops.fuzz.linears import SIZES
+from ops.fuzz.operator import EdgeCaseOptions, Operator, Options, Values
+from ops.fuzz.rules import ExpectedError, MustMatchAcrossRanks, Violations
+
+INPUTS = ("query", "key", "value")
+
+
+class SequenceAttention(Operator):
+    """Attention of query, key and value, whose tokens are sharded."""
+
+    multiple_of_ranks = False  # whether the number of query heads must be a multiple of the number of ranks
+
+    def draw(self, draw: Draw) -> tuple[Values, Options]:
+        kv_heads = draw.random.randint(1, 3)
+        heads = kv_heads * draw.random.randint(1, 3) * (draw.num_ranks if self.multiple_of_ranks else 1)
+        batch, tokens, head_dim = draw.size(), draw.size() * draw.random.choice((1, 1, 2, 4)), draw.size()
+        dtype = draw.dtype()
+        values = {
+            name: draw.values((batch, heads if name == "query" else kv_heads, tokens, head_dim), dtype)
+            for name in INPUTS
+        }
+        options: Options = {"is_causal": draw.chance(0.6), "scale": draw.random.choice((None, 0.5))}
+        return values, options | {"sequence_size": draw.optional_size(tokens)}
+
+    def placement(self, options: Options) -> Placement:
+        return Sharded(2)
+
+    def placements(self, values: Values, options: Options) -> dict[str, Placement]:
+        return {name: self.placement(options) for name in INPUTS}
+
+    def results(self, values: Values, options: Options) -> tuple[Placement, ...]:
+        return (self.placement(options),)
+
+    def result_dtype(self, values: Values) -> torch.dtype:
+        return values["query"].dtype
+
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        query = given.query
+        yield from rules.floating(query, "query")
+        if query.dim() != 4:
+            yield ExpectedError(ValueError, "got query of shape ")
+        for name in ("key", "value"):
+            tensor = getattr(given, name)
+            if tensor.dtype != query.dtype:
+                yield ExpectedError(TypeError, f"got {name} of dtype ")
+            yield from rules.one_device(query, tensor, name)
+            if tensor.dim() != 4 or (query.dim() == 4 and self._others(tensor) != self._others(query)):
+                yield ExpectedError(ValueError, f"got {name} of shape ")
+        if all(getattr(given, name).dim() == 4 for name in INPUTS):
+            heads, kv_heads, value_heads = (getattr(given, name).size(1) for name in INPUTS)
+            if kv_heads != value_heads or kv_heads == 0 or heads % kv_heads:
+                yield ExpectedError(ValueError, f"got {heads} query heads with {kv_heads} heads of key")
+            if self.multiple_of_ranks and heads % rank_in_group.num_ranks:
+                yield ExpectedError(ValueError, f"got {heads} query heads on {rank_in_group.num_ranks} ranks")
+
+    @staticmethod
+    def _others(tensor: torch.Tensor) -> tuple[int, ...]:
+        return (tensor.size(0), *tensor.shape[2:])
+
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
+        query = values.query
+        copies = query.size(1) // values.key.size(1)
+        key, value = (each.repeat_interleave(copies, 1) for each in (values.key, values.value))
+        scale = 1 / math.sqrt(max(query.size(-1), 1)) if options.scale is None else options.scale
+        scores = query @ key.transpose(2, 3) * scale
+        if options.is_causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -math.inf)
+        return (scores.softmax(-1) @ value,)
+
+
+class RingAttention(SequenceAttention):
+    name = "ring_attention"
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"sequence_size": SIZES, "order": ("striped", "", "contiguous")}
+
+    def draw(self, draw: Draw) -> tuple[Values, Options]:
+        values, options = super().draw(draw)
+        options["order"] = draw.random.choice(("head_tail", "head_tail", "contiguous"))
+        if options["sequence_size"] is None and values["query"].size(2) % (2 * draw.num_ranks):
+            options["sequence_size"] = values["query"].size(2)
+        return values, options
+
+    def placement(self, options: Options) -> Placement:
+        return HeadTail(2) if options["order"] == "head_tail" else Sharded(2)
+
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        yield from super().violations(given, rank_in_group)
+        if given.order not in ("head_tail", "contiguous"):
+            yield ExpectedError(ValueError, f"got order '{given.order}'")
+        elif given.order == "contiguous" and given.query.dim() == 4:
+            yield from rules.unsharded_size(
+                given.query, 2, given.sequence_size, rank_in_group, "sequence_size", "query"
+            )
+        elif given.query.dim() == 4:
+            yield from self._head_tail_size(given, rank_in_group)
+
+    @staticmethod
+    def _head_tail_size(given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        own_size, size = given.query.size(2), given.sequence_size
+        if size is None:
+            yield MustMatchAcrossRanks("query along 2", own_size)
+            if own_size % 2 and rank_in_group.num_ranks > 1:
+                yield ExpectedError(ValueError, "in head_tail order without sequence_size")
+        elif size < 0 or own_size != sum(map(len, rank_in_group.head_tail_chunks(size))):
+            where = f"on rank {rank_in_group.rank} of {rank_in_group.num_ranks} with sequence_size {size}"
+            yield ExpectedError(ValueError, f"got query of shape {list(given.query.shape)} {where}")
+
+
+class UlyssesAttention(SequenceAttention):
+    name = "ulysses_attention"
+    multiple_of_ranks = True
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"sequence_size": SIZES}
+
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        yield from super().violations(given, rank_in_group)
+        if given.query.dim() == 4:
+            yield from rules.unsharded_size(
+                given.query, 2, given.sequence_size, rank_in_group, "sequence_size", "query"
+            )

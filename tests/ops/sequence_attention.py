@@ -1,0 +1,82 @@
+"""Sharded sequences and the unsharded reference for the tests of ring_attention and ulysses_attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+
+
+# Even and uneven shards, grouped-query heads, one key/value head, empty shards on some ranks, several of the blocks of
+# torch's kernel, and no tokens at all.
+SHAPES = (
+    Shape(2, 4, 4, 24, 8),
+    Shape(1, 4, 2, 37, 6),
+    Shape(2, 3, 1, 10, 5),
+    Shape(1, 2, 2, 3, 4),
+    Shape(1, 2, 1, 1210, 4),
+    Shape(1, 2, 2, 0, 4),
+)
+
+
+def chunks_of(size: int, num_ranks: int, rank: int, order: str) -> list[range]:
+    """Return the positions of the tokens of each chunk of a rank."""
+    num_chunks = 2 * num_ranks if order == "head_tail" else num_ranks
+    length = -(-size // num_chunks)
+    chunks = [range(min(i * length, size), min((i + 1) * length, size)) for i in range(num_chunks)]
+    return [chunks[rank], chunks[-1 - rank]] if order == "head_tail" else [chunks[rank]]
+
+
+def tokens_of(size: int, num_ranks: int, rank: int, order: str) -> list[int]:
+    """Return the positions of a rank's tokens."""
+    return [token for each in chunks_of(size, num_ranks, rank, order) for token in each]
+
+
+class Reference:
+    """Unsharded attention in float64, from values that are numbers of `dtype`, with its gradients."""
+
+    def __init__(
+        self, shape: Shape, *, is_causal: bool, scale: float | None = None, dtype: torch.dtype = torch.float64
+    ) -> None:
+        torch.manual_seed(shape.tokens)
+        heads = {"query": shape.heads, "key": shape.kv_heads, "value": shape.kv_heads}
+        self.inputs = {
+            name: torch.randn(shape.batch, number, shape.tokens, shape.head_dim).to(dtype).double().requires_grad_()
+            for name, number in heads.items()
+        }
+        query, key, value = self.inputs.values()
+        self.out = F.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shape.heads != shape.kv_heads
+        )
+        self.grad_out = torch.randn_like(self.out).to(dtype).double()
+        self.out.backward(self.grad_out)
+        self._dtype = dtype
+
+    def local(self, tokens: list[int]) -> dict[str, Tensor]:
+        """Return the inputs at the positions of a rank's tokens, as leaves."""
+        return {
+            name: tensor.detach()[:, :, tokens].to(self._dtype).requires_grad_() for name, tensor in self.inputs.items()
+        }
+
+    def check(self, out: Tensor, local: dict[str, Tensor], tokens: list[int], tolerance: float) -> None:
+        """Run the backward from a rank's result; compare the result and the gradients."""
+        out.backward(self.grad_out[:, :, tokens].to(self._dtype))
+        pairs = {"out": (out, self.out)}
+        pairs |= {f"gradient of {name}": (tensor.grad, self.inputs[name].grad) for name, tensor in local.items()}
+        for name, (actual, full) in pairs.items():
+            expected = full[:, :, tokens]
+            assert actual.dtype is self._dtype and actual.shape == expected.shape, name
+            if expected.numel():
+                error = (actual.double() - expected).abs().max().item()
+                assert error <= tolerance * max(1.0, expected.abs().max().item()), f"{name} is off by {error:.2e}"

@@ -1,0 +1,269 @@
+"""Ring attention: values, gradients, computed pairs, messages, bytes, memory, tracing, errors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import weft
+from ops.collectives.profiled import collectives_of
+from ops.memory.counting import counted
+from ops.operators import autocast
+from ops.sequence_attention import SHAPES, Reference, Shape, tokens_of
+from support.ranks import on_ranks
+from weft import flight
+
+Result = TypeVar("Result")
+ORDERS = ("head_tail", "contiguous")
+# float64: rounding of sums in another order. Others: rounding to the dtype, of blocks' results too.
+TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+
+
+def _group() -> str:
+    return dist.group.WORLD.group_name
+
+
+def _ring(local: dict[str, Tensor], size: int | None, group: str | None = None, **options: object) -> Tensor:
+    name = _group() if group is None else group
+    return weft.ops.ring_attention(**local, group_name=name, sequence_size=size, **options)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_matches_unsharded_attention(rank: int, world_size: int) -> None:
+    for shape in SHAPES:
+        for is_causal in (False, True):
+            reference = Reference(shape, is_causal=is_causal)
+            for order in ORDERS:
+                tokens = tokens_of(shape.tokens, world_size, rank, order)
+                local = reference.local(tokens)
+                out = _ring(local, shape.tokens, is_causal=is_causal, order=order)
+                reference.check(out, local, tokens, TOLERANCE["float64"])
+
+
+@on_ranks(2, 3)
+def test_other_dtypes_scales_strides_and_gloo(rank: int, world_size: int) -> None:
+    gloo = dist.new_group(backend="gloo").group_name
+    shape = SHAPES[1]
+    tokens = tokens_of(shape.tokens, world_size, rank, "head_tail")
+    for dtype, tolerance in TOLERANCE.items():
+        reference = Reference(shape, is_causal=True, scale=0.3, dtype=getattr(torch, dtype))
+        for group in (_group(), gloo):
+            local = reference.local(tokens)
+            # Heads behind tokens, as a linear layer makes them; and a last dim with strides.
+            strided = {name: tensor.transpose(1, 2).contiguous().transpose(1, 2) for name, tensor in local.items()}
+            strided["key"] = torch.stack([local["key"], local["key"]], -1)[..., 0]
+            out = _ring(strided, shape.tokens, group, is_causal=True, scale=0.3)
+            reference.check(out, local, tokens, tolerance)
+
+
+def _computed_pairs(run: Callable[[], object]) -> int:
+    """Return the number of pairs of a query and a key in the calls of torch's forward kernel."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        run()
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    shapes = [event.input_shapes for event in profiler.events() if event.name == name]
+    return sum(each[0][2] * each[1][2] for each in shapes)
+
+
+@on_ranks(4)
+def test_masked_chunks_are_not_computed(rank: int) -> None:
+    """In head-tail order each rank computes half of the other ranks' blocks."""
+    local = {name: torch.randn(1, 2, 8, 4) for name in ("query", "key", "value")}
+    pairs = {
+        order: _computed_pairs(lambda order=order: _ring(local, 32, is_causal=True, order=order)) for order in ORDERS
+    }
+    assert pairs == {"head_tail": 8 * 8 + 3 * 32, "contiguous": 8 * 8 * (rank + 1)}
+    assert _computed_pairs(lambda: _ring(local, 32)) == 4 * 64
+
+
+def _messages(run: Callable[[], Result]) -> tuple[Counter[tuple[str, int]], Result]:
+    """Return the messages of a call, by direction and bytes, and its result."""
+    before = max((each["begin"] for each in flight.calls()), default=0.0)
+    result = run()
+    calls = [each for each in flight.calls() if each["begin"] > before]
+    return Counter((each["call"].partition("(")[0], each["bytes"]) for each in calls), result
+
+
+@on_ranks(3)
+def test_number_and_bytes_of_messages(rank: int, world_size: int) -> None:
+    shape = Shape(2, 4, 2, 24, 4)
+    tokens = tokens_of(shape.tokens, world_size, rank, "head_tail")
+    for dtype, num_bytes in ((torch.float64, 8), (torch.bfloat16, 2)):
+        local = Reference(shape, is_causal=True, dtype=dtype).local(tokens)
+        blocks = 2 * 2 * 2 * 8 * 4  # key and value of one shard, with two heads
+        forward, out = _messages(partial(_ring, local, None, is_causal=True))
+        assert forward == {("send", blocks * num_bytes): 2, ("recv", blocks * num_bytes): 2}
+        backward, _ = _messages(out.sum().backward)
+        gradients = blocks * max(num_bytes, 4)  # half precision is summed in float32
+        expected = Counter({("send", blocks * num_bytes): 2, ("recv", blocks * num_bytes): 2})
+        expected += Counter({("send", gradients): 2, ("recv", gradients): 2})
+        assert backward == expected
+
+
+@on_ranks(1, 2, 4)
+def test_saved_memory_and_peak(world_size: int) -> None:
+    shape = Shape(1, 4, 2, 256, 16)
+    size = shape.tokens // world_size
+    local = {
+        name: torch.randn(1, number, size, 16, requires_grad=True)
+        for name, number in (("query", 4), ("key", 2), ("value", 2))
+    }
+    _ring(local, None, is_causal=True).sum().backward()  # allocates the group's shared memory
+    with counted() as count:
+        out = _ring(local, None, is_causal=True)
+        lse_bytes = out.nbytes // shape.head_dim
+        assert count.now() - count.now("communication") == out.nbytes + lse_bytes
+        # Two results, of the sum and of a block, two blocks, and the buffers of torch's kernel.
+        blocks = 4 * local["key"].nbytes if world_size > 1 else 0
+        kernel = 4 * (64 * min(size, 512) + 64 * 18) + 4096
+        assert count.peak() - count.now("communication") <= 2 * out.nbytes + 6 * lse_bytes + blocks + kernel
+
+
+class Block(nn.Module):
+    """Self-attention on a shard of a sequence."""
+
+    def __init__(self, group_name: str) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(6, 18)
+        self.group_name = group_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (9, 2)).transpose(1, 2).chunk(3, 1)
+        out = torch.ops.weft.ring_attention(query, key, value, group_name=self.group_name, is_causal=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+def _uneven(x: Tensor, sequence_size: int) -> Tensor:
+    return weft.ops.ring_attention(x, x, x, group_name=_group(), is_causal=True, sequence_size=sequence_size)
+
+
+def _run(module: nn.Module, x: Tensor) -> list[Tensor]:
+    module.zero_grad(set_to_none=True)
+    y = module(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in module.parameters())]
+
+
+@on_ranks(2, timeout=300)
+def test_compile_export_script_and_autocast(rank: int) -> None:
+    torch.manual_seed(3)
+    block = Block(_group())
+    inputs = {tokens: torch.randn(2, tokens, 6) + rank for tokens in (4, 6)}
+    eager = {tokens: _run(block, x) for tokens, x in inputs.items()}
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens, x in inputs.items():
+        for ours, expected in zip(_run(compiled, x), eager[tokens], strict=True):
+            torch.testing.assert_close(ours, expected)
+    compiled = torch.compile(_uneven, fullgraph=True, backend="aot_eager", dynamic=True)
+    for size in (7, 9):
+        x = torch.randn(1, 2, len(tokens_of(size, 2, rank, "head_tail")), 4, requires_grad=True)
+        y = compiled(x, size)
+        torch.testing.assert_close(y, _uneven(x, size))
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+    program = torch.export.export(block, (inputs[4],))
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert targets.count("weft.ring_attention.default") == 1
+    torch.testing.assert_close(program.run_decompositions().module()(inputs[4]), eager[4][0])
+    torch.testing.assert_close(torch.jit.script(block)(inputs[6]), eager[6][0])
+    with autocast(torch.bfloat16):
+        y = block(inputs[4])
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y.float(), eager[4][0], rtol=0.05, atol=0.05)
+    tensors = [torch.randn(1, 2, 4, 2) for _ in range(3)]
+    with autocast(torch.bfloat16):
+        assert weft.ops.ring_attention(*tensors, group_name=_group()).dtype is torch.bfloat16
+
+
+@on_ranks(2, 3)
+def test_errors_are_the_same_on_all_ranks_and_leave_group_usable(rank: int, world_size: int) -> None:
+    x, short, odd = torch.ones(2, 4, 6, 8), torch.ones(2, 4, 4, 8), torch.ones(2, 4, 3, 8)
+
+    def call(*tensors: Tensor, **options: object) -> str:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            weft.ops.ring_attention(*tensors, group_name=_group(), **options)
+        return str(caught.value)
+
+    texts = [
+        call(x[0], x, x),
+        call(x, short, x),
+        call(x, x, x.double()),
+        call(x.int(), x, x),
+        call(x, x[:, :3], x[:, :3]),
+        call(x, x, x[:, :2]),
+        call(x, x, x, order="striped"),
+        call(odd, odd, odd),
+    ]
+    assert texts[0].startswith("weft::ring_attention: got query of shape [4, 6, 8]; pass [batch, heads, ")
+    assert "got key of shape [2, 4, 4, 8] with query of shape [2, 4, 6, 8]" in texts[1]
+    assert "got value of dtype Double with query of dtype Float" in texts[2]
+    assert "got 4 query heads with 3 heads of key and 3 of value" in texts[4]
+    assert "got order 'striped'; pass 'head_tail' or 'contiguous'" in texts[6]
+    assert "in head_tail order without sequence_size" in texts[7]
+    of_ranks: list[list[str]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(of_ranks, texts)
+    assert all(each == texts for each in of_ranks)
+    wrong_size = call(x, x, x, sequence_size=100)
+    assert f"on rank {rank} of {world_size} with sequence_size 100 of dim 2 in head_tail order" in wrong_size
+    collectives_of(
+        lambda: _ring({"query": x, "key": x, "value": x}, None), {"send": world_size - 1, "recv": world_size - 1}
+    )
+
+
+@on_ranks(2)
+def test_second_derivative_raises() -> None:
+    x = torch.ones(1, 1, 2, 2, requires_grad=True)
+    y = _ring({"query": x, "key": x, "value": x}, None)
+    with pytest.raises(NotImplementedError, match="weft::ring_attention: got a backward with create_graph=True"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    y.sum().backward()  # on both ranks, the group is still usable
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("order", ORDERS)
+def test_sequences_are_sharded_and_unsharded(rank: int, world_size: int, order: weft.ops.Order) -> None:
+    for size, dim in ((12, 1), (12, -2), (7, 1), (1, 1), (0, 1)):
+        full = torch.arange(2.0 * size * 3).reshape(2, size, 3)
+        tokens = tokens_of(size, world_size, rank, order)
+        x = full.clone().requires_grad_()
+        shard = weft.ops.shard_sequence(x, dim, _group(), order=order)
+        assert torch.equal(shard, full[:, tokens]) and shard.is_contiguous()
+        shard.backward(2 * full[:, tokens])
+        assert torch.equal(x.grad, 2 * full)
+
+        x = full[:, tokens].requires_grad_()
+        gathered = weft.ops.unshard_sequence(x, dim, _group(), order=order, dim_size=size)
+        assert torch.equal(gathered, full)
+        gathered.backward(3 * full)
+        assert torch.equal(x.grad, 3 * full[:, tokens])
+    ids = torch.arange(12).reshape(1, 12)
+    own_ids = weft.ops.shard_sequence(ids, 1, _group(), order=order)
+    assert torch.equal(weft.ops.unshard_sequence(own_ids, 1, _group(), order=order), ids)
+
+
+@on_ranks(2)
+def test_invalid_shards_of_sequences_raise(rank: int) -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"^weft.ops.shard_sequence: got order 'zigzag'; pass 'head_tail' or"):
+        weft.ops.shard_sequence(x, 0, _group(), order="zigzag")
+    with pytest.raises(
+        IndexError, match=r"^weft.ops.shard_sequence: got dim 2 for x with 2 dims; pass one from -2 to 1"
+    ):
+        weft.ops.shard_sequence(x, 2, _group())
+    with pytest.raises(
+        ValueError, match=r"got x of shape \[2, 3\] without dim_size, which needs an even size of dim 1"
+    ):
+        weft.ops.unshard_sequence(x, 1, _group())
+    with pytest.raises(ValueError, match=rf"on rank {rank} of 2 with dim_size 9, of which this rank's shard has"):
+        weft.ops.unshard_sequence(x, 0, _group(), dim_size=9)
+    with pytest.raises(ValueError, match=rf"with dim_size {2**60}, of which this rank's shard has"):
+        weft.ops.unshard_sequence(x, 0, _group(), dim_size=2**60)

@@ -1,0 +1,108 @@
+"""Ulysses attention: values, gradients, collectives, tracing, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import weft
+from ops.collectives.profiled import collectives_of
+from ops.operators import autocast
+from ops.sequence_attention import Reference, Shape, tokens_of
+from support.ranks import on_ranks
+
+# Even and uneven shards; key/value heads that the ranks divide, that divide the ranks, and neither; no tokens.
+SHAPES = (
+    Shape(2, 12, 12, 24, 8),
+    Shape(1, 12, 4, 37, 6),
+    Shape(2, 12, 1, 10, 5),
+    Shape(1, 12, 6, 3, 4),
+    Shape(1, 12, 2, 0, 4),
+)
+
+
+def _group() -> str:
+    return dist.group.WORLD.group_name
+
+
+@on_ranks(1, 2, 3, 4)
+def test_matches_unsharded_attention(rank: int, world_size: int) -> None:
+    gloo = dist.new_group(backend="gloo").group_name
+    for index, shape in enumerate(SHAPES):
+        tokens = tokens_of(shape.tokens, world_size, rank, "contiguous")
+        for is_causal in (False, True):
+            reference = Reference(shape, is_causal=is_causal, scale=0.4)
+            local = reference.local(tokens)
+            group = _group() if index else gloo
+            options = {"is_causal": is_causal, "scale": 0.4, "sequence_size": shape.tokens}
+            out = weft.ops.ulysses_attention(**local, group_name=group, **options)
+            reference.check(out, local, tokens, 1e-10)
+
+
+@on_ranks(2)
+def test_number_of_collectives(rank: int) -> None:
+    local = {name: torch.randn(1, 4, 6, 2, requires_grad=True) for name in ("query", "key", "value")}
+    out = collectives_of(
+        lambda: weft.ops.ulysses_attention(**local, group_name=_group()), expected={"all_to_all_single": 2}
+    )
+    collectives_of(lambda: out.sum().backward(), expected={"all_to_all_single": 2})
+
+
+class Block(nn.Module):
+    """Self-attention on a shard of a sequence."""
+
+    def __init__(self, group_name: str) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(6, 24)
+        self.group_name = group_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (12, 2)).transpose(1, 2).chunk(3, 1)
+        out = torch.ops.weft.ulysses_attention(query, key, value, group_name=self.group_name, is_causal=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+def _run(module: nn.Module, x: Tensor) -> list[Tensor]:
+    module.zero_grad(set_to_none=True)
+    y = module(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in module.parameters())]
+
+
+@on_ranks(2, timeout=300)
+def test_compile_export_script_and_autocast(rank: int) -> None:
+    torch.manual_seed(3)
+    block = Block(_group())
+    inputs = {tokens: torch.randn(2, tokens, 6) + rank for tokens in (4, 5)}
+    eager = {tokens: _run(block, x) for tokens, x in inputs.items()}
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens, x in inputs.items():
+        for ours, expected in zip(_run(compiled, x), eager[tokens], strict=True):
+            torch.testing.assert_close(ours, expected)
+    program = torch.export.export(block, (inputs[4],))
+    torch.testing.assert_close(program.run_decompositions().module()(inputs[4]), eager[4][0])
+    torch.testing.assert_close(torch.jit.script(block)(inputs[5]), eager[5][0])
+    tensors = [torch.randn(1, 2, 4, 2) for _ in range(3)]
+    with autocast(torch.bfloat16):
+        assert weft.ops.ulysses_attention(*tensors, group_name=_group()).dtype is torch.bfloat16
+
+
+@on_ranks(2, 4)
+def test_errors_leave_group_usable(rank: int, world_size: int) -> None:
+    x, odd = torch.ones(2, 4, 6, 8), torch.ones(2, 3, 6, 8)
+    with pytest.raises(
+        ValueError, match=rf"weft::ulysses_attention: got 3 query heads on {world_size} ranks; pass a mul"
+    ):
+        weft.ops.ulysses_attention(odd, odd, odd, group_name=_group())
+    with pytest.raises(ValueError, match="got 4 query heads with 3 heads of key and 3 of value"):
+        weft.ops.ulysses_attention(x, odd, odd, group_name=_group())
+    with pytest.raises(
+        ValueError, match=rf"got query of shape \[2, 4, 6, 8\] on rank {rank} of {world_size} with sequ"
+    ):
+        weft.ops.ulysses_attention(x, x, x, group_name=_group(), sequence_size=100)
+    with pytest.raises(TypeError, match="got key of dtype Double with query of dtype Float"):
+        weft.ops.ulysses_attention(x, x.double(), x, group_name=_group())
+    torch.testing.assert_close(weft.ops.ulysses_attention(x, x, x, group_name=_group()), x)
