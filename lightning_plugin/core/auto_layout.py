@@ -91,6 +91,13 @@ def _search(
 
     trainer = strategy.lightning_module.trainer
     num_ranks = strategy.num_processes * strategy.num_nodes
+    sentences: list[str] = []
+
+    def report(sentence: str) -> None:
+        if not sentences:
+            engine.console.log(f"weft: layout='auto': {sentence}")
+        sentences.append(sentence)
+
     try:
         cache = ResultCache.of_environment()
         found = tune_module(
@@ -103,6 +110,7 @@ def _search(
             fixed=f"pp=1,accumulate={trainer.accumulate_grad_batches}",
             max_results=2,
             cache=cache,
+            report=report,
             **options_of_training(engine),
         )
     except Exception as error:  # an error that only rank 0 raises would leave the other ranks waiting

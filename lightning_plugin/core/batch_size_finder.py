@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -96,7 +97,9 @@ class BatchSizeMixin:
         self._find_holders(trainer, pl_module)
         strategy: Any = trainer.strategy
         if strategy.root_device.type != "cuda":
-            memory.track(known=(*pl_module.parameters(), *pl_module.buffers()))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # tensors that exist already are not those of the training
+                memory.track()
             self._earlier_communication = memory.by_category()["communication"]
         if self.batch_size is None:
             given = _get(self._holders[0], self._name)

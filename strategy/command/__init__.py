@@ -13,8 +13,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +105,7 @@ def _add_dry_run(dry_run: Any, batch_help: str) -> None:
     dry_run.add_argument("--optimizer-in-backward", nargs="?", const=True, choices=("rows",), help="without value: all")
     dry_run.add_argument("--activation-checkpointing", help="none (default), selective, full, full:8, ...")
     dry_run.add_argument("--sequence-parallel", action="store_true", default=None)
-    dry_run.add_argument("--zero-stage", type=int, help="0 to 3 (default)")
+    dry_run.add_argument("--zero-stage", type=int, help="0, 1, 2 or 3 (the default)")
 
 
 _OPTIONS_OF_DRY_RUN = (
@@ -155,6 +157,21 @@ def _estimate(args: argparse.Namespace) -> int:
     return 0
 
 
+class _Progress:
+    """Prints sentences to stderr, the first one and then at most one in some seconds."""
+
+    _SECONDS = 5
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._printed_at = -math.inf
+
+    def __call__(self, sentence: str) -> None:
+        if time.monotonic() - self._printed_at >= self._SECONDS:
+            self._printed_at = time.monotonic()
+            print(f"{self._prefix}{sentence}", file=sys.stderr)
+
+
 def _add_tune(commands: Any) -> None:
     tune = commands.add_parser(
         "tune",
@@ -169,7 +186,8 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument("--devices", type=int, required=True, help="the number of devices of all hosts")
     cluster_help = "a100, h100 (default), h200, b200, cpu, or a YAML file with rates"
     tune.add_argument("--cluster", default="h100", metavar="NAME", help=cluster_help)
-    tune.add_argument("--memory", help="the most bytes of a device, such as 72GB; by default 90 %% of a GPU's memory")
+    memory_help = "the most bytes of a device, such as 72GB; by default 90 %% of a GPU's memory, or a CPU rank's share"
+    tune.add_argument("--memory", help=memory_help)
     batch_help = "sequences (or rows) of a step over all ranks; by default those of the batch for each device"
     tune.add_argument("--global-batch", type=int, metavar="SEQUENCES", help=batch_help)
     fix_help = "sizes that are not chosen: pp, rep, dp, tp, zero, accumulate; pp=1 leaves pipelines out"
@@ -194,7 +212,8 @@ def _tune(args: argparse.Namespace) -> int:
                 raise ValueError("--draw is for --config, and --module was given; leave one of the two out.")
             _add_current_folder_to_path()
             tune = importlib.import_module("weft.strategy.tuning.modules").tune_module
-            result = tune(args.module, args.devices, global_rows=args.global_batch, **search, **options)
+            options |= {"global_rows": args.global_batch, "report": _Progress("weft tune: ")}
+            result = tune(args.module, args.devices, **search, **options)
         else:
             _check_no_options_of_module(options)
             needs_operators = False

@@ -369,7 +369,7 @@ def test_command_prints_a_table(
     assert lines[0].startswith("8 devices of cpu, 4 GB each; 16 sequences of 64 tokens a step; ")
     assert lines[2].split()[:3] == ["layout", "zero", "batch"]
     assert lines[5].startswith("Not possible: tp8 (model.layers.0.self_attn.k_proj: num_kv_heads = 4 heads")
-    assert lines[-1].endswith("in each batch of a data-parallel rank")
+    assert lines[-1].startswith("# batch size of the loader of each data-parallel rank: ")
 
 
 def test_command_prints_json(

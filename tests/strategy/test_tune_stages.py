@@ -150,6 +150,11 @@ def test_search_divides_modules() -> None:
     }
 
 
+def test_batches_with_fewer_rows_than_micro_batches() -> None:
+    found = tune_module(Chain, 2, fixed="pp=2", keeps_batch=True, **{**OPTIONS, "batch": torch.zeros(3, 64)})
+    assert found.layouts[0].sequences == 3
+
+
 def test_options_of_pipelines_are_kept() -> None:
     kept = {"pipeline_cuts": ["1", "2", "3"], "pipeline_schedule": "interleaved", "num_micro_batches": 3}
     layouts = {each.layout: each for each in _search(2, "rep=1,dp=1", **kept).layouts}

@@ -13,7 +13,10 @@ _RING_TAGS = (2**29 - 2, 2**29 - 1)
 
 
 def channel_of(tag: int) -> int | None:
-    """Return the channel of a message of a pipeline: 2s has the inputs of stage s, 2s + 1 their gradients; else None."""
+    """Return the channel of a message of a pipeline; None: of another message.
+
+    Channel 2s has the inputs of stage s, and 2s + 1 their gradients.
+    """
     return None if tag in _RING_TAGS else (tag >> _SEQUENCE_BITS) % (1 << _CHANNEL_BITS)
 
 

@@ -143,8 +143,10 @@ class Stages:
 
     def times(self, clock: StepClock) -> StageTimes:
         """Return the times of the last step, after `time_by`."""
-        schedule = self.pipeline.schedule(self.pipeline.num_micro_batches)
-        seconds = {str(span.action): span.end - span.start for span in self.pipeline.trace}
+        spans = self.pipeline.trace
+        # A small batch is split into fewer micro-batches than the pipeline has.
+        schedule = self.pipeline.schedule(len({span.action.micro_batch for span in spans}))
+        seconds = {str(span.action): span.end - span.start for span in spans}
         return StageTimes(str(schedule), seconds, clock.message_bytes)
 
     def step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:

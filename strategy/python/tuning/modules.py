@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 import itertools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 from weft.strategy._plan import SCHEDULES, Cluster
@@ -41,6 +42,7 @@ def tune_module(
     fixed: str = "",
     max_results: int = 5,
     cache: ResultCache | None = None,
+    report: Callable[[str], None] = lambda _: None,
     **options: Any,
 ) -> Tuning:
     """Return the layouts of a module with the shortest predicted steps that fit.
@@ -64,6 +66,7 @@ def tune_module(
         cache: from which the result is read, if an earlier search has written it for the same training, and to which it
             is written otherwise. The training is the same if a dry run of one step has the same modules, operators and
             bytes. A plan of a function is not kept.
+        report: called with a sentence about the search when it begins, and before each dry run.
 
     Raises:
         ValueError: an argument is not valid, or no layout is possible.
@@ -102,6 +105,7 @@ def tune_module(
         choices=choices,
         stage_options=stage_options,
         keeps_batch=keeps_batch,
+        report=report,
     )
     return search.run(global_rows, {name: options[name] for name in FORMATS if name in options}, cache)
 
@@ -120,6 +124,7 @@ class _Search:
         choices: Choices,
         stage_options: dict[str, Any],
         keeps_batch: bool,
+        report: Callable[[str], None],
     ) -> None:
         self._request = request
         self._num_devices = num_devices
@@ -129,6 +134,7 @@ class _Search:
         self._choices = choices
         self._stage_options = stage_options
         self._keeps_batch = keeps_batch
+        self._report = report
         self._global_rows: int | None = None
         self._rejections: dict[str, str] = {}  # by the layout
         self._first_error: RuntimeError | None = None
@@ -136,17 +142,21 @@ class _Search:
     def run(self, global_rows: int | None, printed: dict[str, Any], cache: ResultCache | None) -> Tuning:
         with DryRunProcess() as process:
             # The rows of a step are not known yet.
-            self._trials = Trials(process, self._request, self._cluster, None, self._stage_options)
+            self._trials = self._new_trials(process)
             key = None if cache is None else self._key(cache, global_rows)
             found = None if cache is None or key is None else cache.load(key)
             if found is None:
                 if not self._keeps_batch:
                     self._global_rows = self._rows_of_step() if global_rows is None else global_rows
-                self._trials = Trials(process, self._request, self._cluster, self._global_rows, self._stage_options)
+                self._trials = self._new_trials(process)
                 found = self._find(printed)
                 if cache is not None and key is not None:
                     cache.store(key, found)
             return found
+
+    def _new_trials(self, process: DryRunProcess) -> Trials:
+        options = (self._global_rows, self._stage_options, self._report)
+        return Trials(process, self._request, self._cluster, *options)
 
     def _key(self, cache: ResultCache, global_rows: int | None) -> str | None:
         """Return the key of this search; None: the plan is a function, or the first layout is not possible."""
@@ -183,9 +193,12 @@ class _Search:
         layouts = list(self._choices.layouts(self._num_devices))
         if not layouts:
             raise ValueError(
-                f"tune: got {self._num_devices} devices, which no layout divides with the sizes that are fixed; fix "
-                "other sizes."
+                f"tune: got {self._num_devices} devices, which no layout divides with the sizes that are fixed "
+                f"({', '.join(f'{axis}={size}' for axis, size in self._choices.sizes.items())}); fix other sizes."
             )
+        num_stages = sum(layout.has_stages for layout in layouts)
+        with_stages = f", {num_stages} of them with a pipeline" if num_stages else ""
+        self._report(f"{len(layouts)} layouts to compare{with_stages}, by dry runs of those that may be the fastest.")
         waiting: dict[int, list[Variant]] = {}  # for replicas, by tensor-parallel ranks
         queue: list[tuple[float, int, Variant, Trial | None]] = []
         order = itertools.count()

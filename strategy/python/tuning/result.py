@@ -214,6 +214,7 @@ class Tuning:
             devices = [] if rest else [f"  devices: {self.devices_per_host}", f"  num_nodes: {num_hosts}"]
         lines = [
             "trainer:",
+            *(["  accelerator: cpu"] if self.cluster == "cpu" else []),
             *devices,
             *precision,
             f"  accumulate_grad_batches: {best.accumulate_grad_batches}",
@@ -223,7 +224,7 @@ class Tuning:
         ]
         options = {"plan": self.plan, **best.strategy_options, **self.options}
         lines += [f"      {name}: {_yaml(value)}" for name, value in options.items()]
-        return [*lines, f"# {self._rows(best.sequences)} in each batch of a data-parallel rank"]
+        return [*lines, f"# batch size of the loader of each data-parallel rank: {best.sequences}"]
 
     def _work(self) -> str:
         if self.global_sequences is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from weft.strategy._plan import Cluster
@@ -133,6 +133,7 @@ class Trials:
     Args:
         global_rows: of a step; None: each data-parallel rank gets the batch as it is.
         stage_options: further options of requests with a pipeline.
+        report: called with a sentence before each dry run.
     """
 
     def __init__(
@@ -142,9 +143,12 @@ class Trials:
         cluster: Cluster,
         global_rows: int | None,
         stage_options: Mapping[str, Any],
+        report: Callable[[str], None],
     ) -> None:
         self.smallest: Trial | None = None
         self._stage_options = stage_options
+        self._report = report
+        self._num_runs = 0
         self._process = process
         self._request = request
         self._cluster = cluster
@@ -161,6 +165,9 @@ class Trials:
         if variant in self._done:
             return self._done[variant]
         num_rows = None if self._global_rows is None else self._global_rows // variant.num_data // variant.num_batches
+        self._num_runs += 1
+        number = f" with {variant.num_micro_batches} micro-batches" if variant.has_stages else ""
+        self._report(f"dry run {self._num_runs}: {variant.name}{number}.")
         prediction = self.predict(variant, num_rows=num_rows)
         trial = self._done[variant] = Trial(variant, prediction, num_rows or prediction.num_rows)
         if self.smallest is None or trial.peak_bytes < self.smallest.peak_bytes:
