@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,7 +70,7 @@ class Runner:
     group: the ranks of the pipeline, numbered as in the schedules.
     sharding: gathers and frees the layers of stages, if they are sharded over data-parallel ranks.
     lengths: the sequence lengths of the stages whose blocks compute on shards of the sequence.
-    new_clock: returns the started clock of a run.
+    new_clock: returns the started clock of a run; None: the clock of the device.
     memory: the bytes that this process held after each computation of the trace, if memory is counted
         (`weft.memory.track`); else empty.
     memory_before: the bytes that this process held before the last run; 0 if memory is not counted.
@@ -81,7 +80,7 @@ class Runner:
         self._staged = staged
         self.sharding: ShardedStages | None = None
         self.lengths = SequenceLengths(staged.model)
-        self.new_clock: Callable[[], StepClock] = functools.partial(clock_for, staged.device)
+        self.new_clock: Callable[[], StepClock] | None = None
         self._group_name = group.group_name
         self._rank = group.rank()
         self._trace: StepTrace | None = None
@@ -154,7 +153,7 @@ class _Run:
         self._outputs: dict[Key, list[Tensor]] = {}  # computed here, for the next stage
         self._gradients: dict[Key, list[Tensor]] = {}  # computed here, for the previous stage
         self._tokens: dict[tuple[str, int, int], Tensor] = {}  # of posted receives
-        self.trace = StepTrace(runner.new_clock())
+        self.trace = StepTrace(clock_for(self._staged.device) if runner.new_clock is None else runner.new_clock())
         self.memory: list[int] = []
         self._results: dict[int, Any] = {}
 
