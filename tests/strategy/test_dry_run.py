@@ -20,8 +20,8 @@ from weft.strategy.dry_run.staging import GroupStaging
 
 # Predictions equal the counted bytes here, but for a few bytes of step counts; other versions of torch may differ.
 PEAK_BOUND = 0.005
-# In some runs of a model with ring attention, one tensor of the size of a block's input (3 % of the peak) fewer exists at
-# the peak than was predicted; the reason is not known.
+# In some runs of a model with ring attention, one tensor of the size of a block's input (3 % of the peak) fewer exists
+# at the peak than was predicted; the reason is not known.
 RING_BOUND = 0.035
 Phases = dict[str, dict[str, int]]
 CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
