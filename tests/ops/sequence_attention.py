@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -80,3 +80,21 @@ class Reference:
             if expected.numel():
                 error = (actual.double() - expected).abs().max().item()
                 assert error <= tolerance * max(1.0, expected.abs().max().item()), f"{name} is off by {error:.2e}"
+
+
+def check_compiled(block: nn.Module, inputs: dict[int, Tensor]) -> dict[int, list[Tensor]]:
+    """Compare the compiled block with the eager one; return the eager outputs and gradients by the key of the input."""
+    eager = {tokens: _run(block, x) for tokens, x in inputs.items()}
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens, x in inputs.items():
+        for ours, expected in zip(_run(compiled, x), eager[tokens], strict=True):
+            torch.testing.assert_close(ours, expected)
+    return eager
+
+
+def _run(module: nn.Module, x: Tensor) -> list[Tensor]:
+    module.zero_grad(set_to_none=True)
+    y = module(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in module.parameters())]

@@ -17,7 +17,7 @@ import weft
 from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
 from ops.operators import autocast
-from ops.sequence_attention import SHAPES, Reference, Shape, tokens_of
+from ops.sequence_attention import SHAPES, Reference, Shape, check_compiled, tokens_of
 from support.ranks import on_ranks
 from weft import flight
 
@@ -145,24 +145,12 @@ def _uneven(x: Tensor, sequence_size: int) -> Tensor:
     return weft.ops.ring_attention(x, x, x, group_name=_group(), is_causal=True, sequence_size=sequence_size)
 
 
-def _run(module: nn.Module, x: Tensor) -> list[Tensor]:
-    module.zero_grad(set_to_none=True)
-    y = module(x)
-    y.square().sum().backward()
-    return [y.detach(), *(p.grad.clone() for p in module.parameters())]
-
-
 @on_ranks(2, timeout=300)
 def test_compile_export_script_and_autocast(rank: int) -> None:
     torch.manual_seed(3)
     block = Block(_group())
     inputs = {tokens: torch.randn(2, tokens, 6) + rank for tokens in (4, 6)}
-    eager = {tokens: _run(block, x) for tokens, x in inputs.items()}
-    torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
-    for tokens, x in inputs.items():
-        for ours, expected in zip(_run(compiled, x), eager[tokens], strict=True):
-            torch.testing.assert_close(ours, expected)
+    eager = check_compiled(block, inputs)
     compiled = torch.compile(_uneven, fullgraph=True, backend="aot_eager", dynamic=True)
     for size in (7, 9):
         x = torch.randn(1, 2, len(tokens_of(size, 2, rank, "head_tail")), 4, requires_grad=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import weft
 from ops.collectives.profiled import collectives_of
 from ops.operators import autocast
-from ops.sequence_attention import Reference, Shape, tokens_of
+from ops.sequence_attention import Reference, Shape, check_compiled, tokens_of
 from support.ranks import on_ranks
 
 # Even and uneven shards; key/value heads that the ranks divide, that divide the ranks, and neither; no tokens.
@@ -64,24 +64,12 @@ class Block(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-def _run(module: nn.Module, x: Tensor) -> list[Tensor]:
-    module.zero_grad(set_to_none=True)
-    y = module(x)
-    y.square().sum().backward()
-    return [y.detach(), *(p.grad.clone() for p in module.parameters())]
-
-
 @on_ranks(2, timeout=300)
 def test_compile_export_script_and_autocast(rank: int) -> None:
     torch.manual_seed(3)
     block = Block(_group())
     inputs = {tokens: torch.randn(2, tokens, 6) + rank for tokens in (4, 5)}
-    eager = {tokens: _run(block, x) for tokens, x in inputs.items()}
-    torch._dynamo.reset()
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
-    for tokens, x in inputs.items():
-        for ours, expected in zip(_run(compiled, x), eager[tokens], strict=True):
-            torch.testing.assert_close(ours, expected)
+    eager = check_compiled(block, inputs)
     program = torch.export.export(block, (inputs[4],))
     torch.testing.assert_close(program.run_decompositions().module()(inputs[4]), eager[4][0])
     torch.testing.assert_close(torch.jit.script(block)(inputs[5]), eager[5][0])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from strategy.estimated_layouts import estimated_peak
 
 import weft_command
-from weft.strategy.estimate import estimate_training
 from weft.strategy.estimate.config import read_config
 from weft.strategy.tuning import Cluster, Tuning, draw_front, read_cluster, tune_file, tune_training
 from weft.strategy.tuning.request import memory_limit_of, read_bytes, read_fixed
@@ -34,21 +34,7 @@ def tune(num_devices: int = 4, config: dict[str, Any] = CONFIG, **options: Any) 
 
 def test_memory_is_that_of_the_estimate() -> None:
     for found in tune(max_results=100).layouts:
-        config = {
-            **CONFIG,
-            "batch": {"sequences": found.sequences, "tokens": 64},
-            "activation_checkpointing": found.activation_checkpointing,
-            "accumulate_grad_batches": found.accumulate_grad_batches,
-            "optimizer_in_backward": found.optimizer_in_backward,
-            "sequence_parallel": found.sequence_parallel,
-            "zero_stage": found.zero_stage,
-        }
-        if found.pipeline_cuts:
-            config["pipeline_cuts"] = list(found.pipeline_cuts)
-            config["pipeline_schedule"] = found.pipeline_schedule
-            config["num_micro_batches"] = found.num_micro_batches
-        estimate = estimate_training(read_config(config, Path(), found.layout))
-        assert max(rank.peak_bytes for rank in estimate.ranks) == found.peak_bytes, found
+        assert estimated_peak(found, CONFIG, tokens=64) == found.peak_bytes, found
 
 
 def test_steps_have_the_global_batch() -> None:
