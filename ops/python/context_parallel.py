@@ -45,10 +45,10 @@ def ring_attention(
     Raises:
         ValueError: the shapes do not match, s is not the size of this rank's shard, or `order` has another value.
         TypeError: the tensors are no floating-point tensors of one dtype.
-        NotImplementedError: the tensors are not on the CPU.
+        NotImplementedError: the tensors are on CUDA, and the backend of the group is gloo, which does not send them.
 
     Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023); blocks by
-    torch's flash attention for the CPU.
+    torch's attention kernels.
     """
     return torch.ops.weft.ring_attention(
         query,

@@ -1,8 +1,6 @@
 #include "attention_block.h"
 
 #include <ATen/OpMathType.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
-#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/logaddexp.h>
 
@@ -11,8 +9,6 @@
 namespace weft::ops {
 
 namespace {
-
-constexpr double kNoDropout = 0.0;
 
 // Returns x, copied unless its rows are contiguous and do not overlap, as BLAS requires.
 at::Tensor with_matrix_strides(const at::Tensor& x) {
@@ -25,19 +21,30 @@ at::Tensor with_tokens_first(const at::Tensor& x) {
   return x.transpose(1, 2).contiguous().transpose(1, 2);
 }
 
-// Splits the heads of x for the kernel, which needs as many heads of query as of key: returns, of
-// each group of query heads that attend to one key/value head, the one at `index`. A view.
+// Returns, of each group of query heads that attend to one key/value head, the one at `index`. A
+// view.
 at::Tensor heads_at(const at::Tensor& x, std::int64_t num_kv_heads, std::int64_t index) {
   return x.unflatten(1, {num_kv_heads, x.size(1) / num_kv_heads}).select(2, index);
 }
 
-AttentionResult flash(const at::Tensor& query,
-                      const at::Tensor& key,
-                      const at::Tensor& value,
-                      const AttentionOptions& options) {
-  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
-      query, key, value, kNoDropout, options.is_causal, std::nullopt, options.scale);
-  return {std::move(out), std::move(lse)};
+// The calls of a kernel that compute a block: one, or if the kernel needs as many heads of query as
+// of key, one for each query head of a group.
+struct KernelCalls {
+  AttentionKernel kernel;
+  std::int64_t count = 1;
+};
+
+KernelCalls kernel_calls(const at::Tensor& query,
+                         const at::Tensor& key,
+                         const at::Tensor& value,
+                         const AttentionOptions& options) {
+  const auto kernel = attention_kernel(query, key, value, options);
+  const auto group_size = query.size(1) / key.size(1);
+  if (group_size == 1 || supports_grouped_heads(kernel)) {
+    return {kernel};
+  }
+  const auto of_heads = heads_at(query, key.size(1), 0);
+  return {attention_kernel(of_heads, key, value, options), group_size};
 }
 
 }  // namespace
@@ -57,12 +64,14 @@ AttentionResult attend(const at::Tensor& query,
   const auto rows = with_matrix_strides(query);
   const auto keys = with_matrix_strides(key), values = with_matrix_strides(value);
   const auto num_kv_heads = key.size(1);
-  if (query.size(1) == num_kv_heads) {
-    return flash(rows, keys, values, options);
+  const auto [kernel, num_calls] = kernel_calls(rows, keys, values, options);
+  if (num_calls == 1) {
+    return run_attention(kernel, rows, keys, values, options);
   }
   auto result = empty_attention(query);
-  for (std::int64_t i = 0; i < query.size(1) / num_kv_heads; ++i) {
-    const auto of_heads = flash(heads_at(rows, num_kv_heads, i), keys, values, options);
+  for (std::int64_t i = 0; i < num_calls; ++i) {
+    const auto of_heads =
+        run_attention(kernel, heads_at(rows, num_kv_heads, i), keys, values, options);
     heads_at(result.out, num_kv_heads, i).copy_(of_heads.out);
     heads_at(result.lse, num_kv_heads, i).copy_(of_heads.lse);
   }
@@ -101,22 +110,21 @@ void add_gradients(const AttentionGradients& gradients,
   const auto keys = with_matrix_strides(key), values = with_matrix_strides(value);
   const auto num_kv_heads = key.size(1);
   const auto out = with_matrix_strides(attention.out);
-  for (std::int64_t i = 0; i < query.size(1) / num_kv_heads; ++i) {
-    const auto of_heads = [&](const at::Tensor& x) { return heads_at(x, num_kv_heads, i); };
-    const auto [grad_query, grad_key, grad_value] =
-        at::_scaled_dot_product_flash_attention_for_cpu_backward(of_heads(grad_out),
-                                                                 of_heads(rows),
-                                                                 keys,
-                                                                 values,
-                                                                 of_heads(out),
-                                                                 of_heads(attention.lse),
-                                                                 kNoDropout,
-                                                                 options.is_causal,
-                                                                 std::nullopt,
-                                                                 options.scale);
-    of_heads(gradients.query).add_(grad_query);
-    gradients.key.add_(grad_key);
-    gradients.value.add_(grad_value);
+  const auto [kernel, num_calls] = kernel_calls(rows, keys, values, options);
+  for (std::int64_t i = 0; i < num_calls; ++i) {
+    const auto of_heads = [&, num_calls = num_calls](const at::Tensor& x) {
+      return num_calls == 1 ? x : heads_at(x, num_kv_heads, i);
+    };
+    const auto block = run_attention_backward(kernel,
+                                              of_heads(grad_out),
+                                              of_heads(rows),
+                                              keys,
+                                              values,
+                                              {of_heads(out), of_heads(attention.lse)},
+                                              options);
+    of_heads(gradients.query).add_(block.query);
+    gradients.key.add_(block.key);
+    gradients.value.add_(block.value);
   }
 }
 

@@ -1,29 +1,20 @@
 #pragma once
 
-// Attention of queries to one block of keys and values, with torch's flash attention for the CPU,
-// and the combination of the blocks' results. All functions work below autograd.
+// Attention of queries to one block of keys and values, with torch's kernels, and the combination
+// of the blocks' results. All functions work below autograd.
 //
 // Shapes: query, out and their gradients [batch, heads, tokens, head_dim]; key, value and their
 // gradients [batch, kv_heads, tokens, head_dim], where kv_heads divides heads; lse, the logarithms
 // of the sums of exponentials, [batch, heads, tokens]. A block's results and gradients are combined
 // in the dtype of lse: float64 for float64, otherwise float32.
 
+#include "attention_kernels.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
 
 namespace weft::ops {
-
-struct AttentionOptions {
-  bool is_causal = false;            // query i attends to keys 0 to i of the block
-  std::optional<double> scale = {};  // default: 1 / sqrt(head_dim)
-};
-
-struct AttentionResult {
-  at::Tensor out;
-  at::Tensor lse;
-};
 
 // Returns uninitialized results for `query`. In memory, the dim of heads is behind that of tokens,
 // as a linear layer needs it.
@@ -49,12 +40,6 @@ class AttentionSum {
  private:
   at::Tensor out_;  // in the dtype of lse_
   at::Tensor lse_;
-};
-
-struct AttentionGradients {
-  at::Tensor query;
-  at::Tensor key;
-  at::Tensor value;
 };
 
 // Adds the gradients of the attention to one block to `gradients`, which have the dtype of lse.

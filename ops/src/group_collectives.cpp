@@ -4,7 +4,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <exception>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace weft::ops {
@@ -20,6 +22,36 @@ std::int64_t max_shard_size_of(std::int64_t size, const ProcessGroupPtr& group) 
 std::int64_t size_on(std::int64_t size, int rank, const ProcessGroupPtr& group) {
   return shard_size(size, {group->getSize(), rank}).expect_int();
 }
+
+// A batch of messages that the backend runs at once. A batch that an error leaves is ended, as
+// later calls of this thread would otherwise join it.
+class CoalescedBatch {
+ public:
+  CoalescedBatch(const ProcessGroupPtr& group, c10::DeviceType device)
+      : backend_(group->getBackend(device)) {
+    backend_->startCoalescing();
+  }
+  CoalescedBatch(const CoalescedBatch&) = delete;
+  CoalescedBatch& operator=(const CoalescedBatch&) = delete;
+  ~CoalescedBatch() {
+    if (is_open_) {
+      try {
+        backend_->endCoalescing();
+      } catch (const std::exception&) {
+        // the caller raises the error that left the batch
+      }
+    }
+  }
+
+  c10::intrusive_ptr<c10d::Work> end() {
+    is_open_ = false;
+    return backend_->endCoalescing();
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  bool is_open_ = true;
+};
 
 // Whether all shards have `max_size` entries.
 bool is_even(std::int64_t dim_size, std::int64_t max_size, const ProcessGroupPtr& group) {
@@ -282,32 +314,44 @@ PendingCollective start_reduce(std::string_view op,
           }};
 }
 
-PendingCollective start_send(std::string_view op,
-                             const at::Tensor& tensor,
-                             int peer,
-                             int tag,
-                             const ProcessGroupPtr& group) {
-  if (tensor.numel() == 0) {
-    return {};
+PendingExchange start_exchange(std::string_view op,
+                               const ExchangedTensors& tensors,
+                               const ProcessGroupPtr& group) {
+  const auto send = [&](bool /*async_op*/) {
+    std::vector<at::Tensor> one{tensors.sent};
+    return group->send(one, tensors.destination, tensors.tag);
+  };
+  const auto receive = [&](bool /*async_op*/) {
+    std::vector<at::Tensor> one{tensors.received};
+    return group->recv(one, tensors.source, tensors.tag);
+  };
+  const bool sends = tensors.sent.numel() > 0, receives = tensors.received.numel() > 0;
+  const auto device = tensors.sent.device().type();
+  if ((sends || receives) && group->getBackend(device)->supportsCoalescing()) {
+    // NCCL runs one message between two ranks at a time: two ranks that both send first, or both
+    // receive first, would wait for each other. It uses separate connections for calls outside of
+    // a coalesced batch, so a single message is coalesced too.
+    std::vector<at::Tensor> in_flight{tensors.sent, tensors.received};
+    const auto start = [&](bool async_op) {
+      CoalescedBatch batch(group, device);
+      if (receives) {
+        receive(async_op);
+      }
+      if (sends) {
+        send(async_op);
+      }
+      return batch.end();
+    };
+    return {{op, "send and receive", group, std::move(in_flight), /*overlaps=*/true, start}, {}};
   }
-  return {op, "send", group, {tensor}, /*overlaps=*/true, [&](bool /*async_op*/) {
-            std::vector<at::Tensor> tensors{tensor};
-            return group->send(tensors, peer, tag);
-          }};
-}
-
-PendingCollective start_receive(std::string_view op,
-                                const at::Tensor& tensor,
-                                int peer,
-                                int tag,
-                                const ProcessGroupPtr& group) {
-  if (tensor.numel() == 0) {
-    return {};
+  PendingExchange result;
+  if (receives) {
+    result.receiving = {op, "receive", group, {tensors.received}, /*overlaps=*/true, receive};
   }
-  return {op, "receive", group, {tensor}, /*overlaps=*/true, [&](bool /*async_op*/) {
-            std::vector<at::Tensor> tensors{tensor};
-            return group->recv(tensors, peer, tag);
-          }};
+  if (sends) {
+    result.sending = {op, "send", group, {tensors.sent}, /*overlaps=*/true, send};
+  }
+  return result;
 }
 
 at::Tensor all_to_all(std::string_view op,

@@ -101,13 +101,31 @@ PendingCollective start_reduce(std::string_view op,
                                const ProcessGroupPtr& group,
                                bool overlaps);
 
-// Starts to send the contiguous `tensor` to rank `peer`, which receives it with the same
-// tag. For tags, see pipeline/wire.h. Do nothing if the tensor is empty. REQUIRES:
-// group is not null.
-PendingCollective start_send(
-    std::string_view op, const at::Tensor& tensor, int peer, int tag, const ProcessGroupPtr& group);
-PendingCollective start_receive(
-    std::string_view op, const at::Tensor& tensor, int peer, int tag, const ProcessGroupPtr& group);
+// Two messages in flight, one to a rank and one from a rank. Move-only.
+struct PendingExchange {
+  PendingCollective receiving;
+  PendingCollective sending;
+
+  void wait() {
+    receiving.wait();
+    sending.wait();
+  }
+};
+
+// The messages of an exchange; for tags, see pipeline/wire.h. REQUIRES: the tensors are contiguous.
+struct ExchangedTensors {
+  at::Tensor sent;
+  int destination = 0;
+  at::Tensor received;
+  int source = 0;
+  int tag = 0;
+};
+
+// Starts to send one tensor and to receive another, each unless it is empty. All ranks start their
+// exchanges in the same order. REQUIRES: group is not null.
+PendingExchange start_exchange(std::string_view op,
+                               const ExchangedTensors& tensors,
+                               const ProcessGroupPtr& group);
 
 // Sends shard r of x along `split_dim` to rank r; concatenates the received tensors along
 // `cat_dim`, of full size `cat_size`.

@@ -77,15 +77,13 @@ class Ring {
     for (int step = 0; step < num_ranks(); ++step) {
       const int source = at_distance(-step);
       at::Tensor next;
-      PendingCollective sending, receiving;
+      PendingExchange moving;
       if (step + 1 < num_ranks()) {
         next = at::empty(sizes_with(block, at_distance(-step - 1)), block.options());
-        receiving = start_receive(kRingAttention, next, at_distance(-1), kBlockTag, group_);
-        sending = start_send(kRingAttention, block, at_distance(1), kBlockTag, group_);
+        moving = start_to_move(block, next, kBlockTag);
       }
       visit(source, block.select(0, 0), block.select(0, 1));
-      receiving.wait();
-      sending.wait();
+      moving.wait();
       block = std::move(next);
     }
   }
@@ -104,12 +102,11 @@ class Ring {
     return {{head_of(rank_), size_of(rank_) - head_of(rank_)}, all_keys, {false, scale_}};
   }
 
-  // Starts to send the sum of the gradients of a block to the next rank.
-  PendingCollective start_send_gradients(const at::Tensor& gradients) const {
-    return start_send(kRingAttention, gradients, at_distance(1), kGradientTag, group_);
-  }
-  PendingCollective start_receive_gradients(const at::Tensor& gradients) const {
-    return start_receive(kRingAttention, gradients, at_distance(-1), kGradientTag, group_);
+  // Starts to send the sum of the gradients of a block to the next rank, and to receive that of
+  // another block.
+  PendingExchange start_to_move_gradients(const at::Tensor& sent,
+                                          const at::Tensor& received) const {
+    return start_to_move(sent, received, kGradientTag);
   }
 
   int rank() const { return rank_; }
@@ -120,6 +117,11 @@ class Ring {
 
  private:
   std::int64_t head_of(int rank) const { return heads_.at(static_cast<std::size_t>(rank)); }
+
+  PendingExchange start_to_move(const at::Tensor& sent, const at::Tensor& received, int tag) const {
+    return start_exchange(
+        kRingAttention, {sent, at_distance(1), received, at_distance(-1), tag}, group_);
+  }
 
   // Returns the sizes of the block of rank `source`; `block` is that of another rank.
   std::vector<std::int64_t> sizes_with(const at::Tensor& block, int source) const {
@@ -139,6 +141,20 @@ class Ring {
 // Whether the full tensors have no elements, whatever their number of tokens is. All ranks agree.
 bool is_empty_on_all_ranks(const at::Tensor& query) {
   return query.size(0) == 0 || query.size(1) == 0 || query.size(3) == 0;
+}
+
+// Checks that the backend sends tensors on this device. Gloo would read them as host memory.
+void check_backend(const at::Tensor& query, const ProcessGroupPtr& group) {
+  if (!group || group->getSize() == 1 || query.is_cpu()) {
+    return;
+  }
+  const auto backend = group->getBackend(query.device().type())->getBackendName();
+  TORCH_CHECK_NOT_IMPLEMENTED(backend != "gloo",
+                              kRingAttention,
+                              ": got query on ",
+                              query.device(),
+                              " and a group with the backend gloo, which sends CPU tensors only; "
+                              "use the backend nccl.");
 }
 
 // Computes and adds up the gradients of the blocks.
@@ -169,34 +185,29 @@ class RingBackward {
           }
         });
     if (ring_.num_ranks() > 1) {
-      auto others = at::empty(stacked_sizes(key), options_);
-      ring_.start_receive_gradients(others).wait();
-      sum_.key.add_(others.select(0, 0));
-      sum_.value.add_(others.select(0, 1));
-      sending_.wait();
+      moving_.wait();
+      sum_.key.add_(received_.select(0, 0));
+      sum_.value.add_(received_.select(0, 1));
     }
     const auto dtype = query_.scalar_type();
     return {sum_.query.to(dtype), sum_.key.to(dtype), sum_.value.to(dtype)};
   }
 
  private:
-  // Adds this rank's gradients of another rank's block to those of the ranks before it.
+  // Adds this rank's gradients of another rank's block to those of the ranks before it, which are
+  // in flight unless that rank is the block's owner; starts to send the sum on and to receive the
+  // next.
   void add_to_moving_sum(int source, const at::Tensor& block_key, const at::Tensor& block_value) {
-    at::Tensor received;
-    PendingCollective receiving;
-    if (source != ring_.at_distance(-1)) {  // the block's owner sends none
-      received = at::empty(stacked_sizes(block_key), options_);
-      receiving = ring_.start_receive_gradients(received);
-    }
-    auto gradients = at::zeros(stacked_sizes(block_key), options_);
+    auto gradients = at::zeros(stacked_sizes(block_key, source), options_);
     auto grad_key = gradients.select(0, 0), grad_value = gradients.select(0, 1);
     add_block(source, block_key, block_value, grad_key, grad_value);
-    receiving.wait();
-    if (received.defined()) {
-      gradients.add_(received);
+    if (received_.defined()) {
+      moving_.wait();
+      gradients.add_(received_);
     }
-    sending_.wait();
-    sending_ = ring_.start_send_gradients(gradients);
+    const auto next_source = (source + ring_.num_ranks() - 1) % ring_.num_ranks();
+    received_ = at::empty(stacked_sizes(block_key, next_source), options_);
+    moving_ = ring_.start_to_move_gradients(gradients, received_);
   }
 
   void add_block(int source,
@@ -218,10 +229,9 @@ class RingBackward {
                   options);
   }
 
-  static std::vector<std::int64_t> stacked_sizes(const at::Tensor& key) {
-    auto sizes = key.sizes().vec();
-    sizes.insert(sizes.begin(), 2);
-    return sizes;
+  // Returns the sizes of the gradients of the block of rank `source`; `key` is that of any rank.
+  std::vector<std::int64_t> stacked_sizes(const at::Tensor& key, int source) const {
+    return {2, key.size(0), key.size(1), ring_.size_of(source), key.size(3)};
   }
 
   const Ring& ring_;
@@ -230,7 +240,8 @@ class RingBackward {
   AttentionResult attention_;
   at::TensorOptions options_;
   AttentionGradients sum_;  // for the queries and the block of this rank
-  PendingCollective sending_;
+  at::Tensor received_;     // the sum that moving_ receives
+  PendingExchange moving_;
 };
 
 }  // namespace
@@ -241,12 +252,6 @@ c10::SymInt checked_ring_arguments(const at::Tensor& query,
                                    const RingOptions& options,
                                    const GroupRank& group_rank) {
   check_attention(kRingAttention, query, key, value);
-  TORCH_CHECK_NOT_IMPLEMENTED(query.is_cpu() || query.is_meta(),
-                              kRingAttention,
-                              ": got query on ",
-                              query.device(),
-                              ", but this operator supports the CPU only; use "
-                              "weft::ulysses_attention on other devices.");
   const auto order = checked_order(kRingAttention, options.order);
   return checked_sequence_size(
       kRingAttention, order, query, 2, options.sequence_size, group_rank, "query");
@@ -258,6 +263,7 @@ AttentionResult ring_attention_forward(const at::Tensor& query,
                                        const RingOptions& options) {
   const auto group = resolve_group(kRingAttention, options.group_name);
   const auto sequence_size = checked_ring_arguments(query, key, value, options, rank_in(group));
+  check_backend(query, group);
   AttentionSum sum;
   if (!is_empty_on_all_ranks(query)) {
     const Ring ring(group, sequence_size.expect_int(), options);

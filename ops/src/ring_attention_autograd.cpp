@@ -206,7 +206,6 @@ void register_ring_kernels(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) { register_ring_kernels(m); }
-// For the error of checked_ring_arguments().
 TORCH_LIBRARY_IMPL(weft, CUDA, m) { register_ring_kernels(m); }
 TORCH_LIBRARY_IMPL(weft, Meta, m) {
   m.impl("ring_attention", TORCH_FN(meta_kernel));

@@ -21,6 +21,7 @@ from ops import (
     test_norms,
     test_overlap,
     test_pipeline,
+    test_ring_attention,
     test_sequence_linear,
     test_sequence_mlp,
     test_shard_ops,
@@ -49,9 +50,21 @@ test_losses = on_nccl(test_cross_entropy.test_losses_and_gradients_match_torch)
 test_chunked_losses = on_nccl(test_cross_entropy.test_chunked_losses_match_torch)
 test_norms = on_nccl(test_norms.test_values_and_gradients)
 test_sharded_and_replicated_kv_heads = on_nccl(test_attention.test_sharded_and_replicated_kv_heads_match_reference)
+test_ring_attention_on_two_ranks = on_nccl(test_ring_attention.test_matches_unsharded_attention)
+test_ring_attention_on_four_ranks = on_nccl(test_ring_attention.test_matches_unsharded_attention, num_ranks=4)
+test_dtypes_of_ring_attention = on_nccl(test_ring_attention.test_other_dtypes_scales_and_strides, num_ranks=3)
 test_stages_match_full_model = on_nccl(test_pipeline.test_stages_match_full_model)
 test_messages_of_all_dtypes = on_nccl(test_pipeline.test_many_messages_of_all_dtypes_on_two_channels)
 test_tensors_for_backward_are_not_overwritten = on_nccl(test_pipeline.test_tensors_for_backward_are_not_overwritten)
+
+
+@pytest.mark.nccl
+@on_ranks(2)
+def test_ring_attention_over_gloo_raises() -> None:
+    group = dist.new_group(backend="gloo").group_name
+    x = torch.ones(1, 1, 4, 4, device="cuda")
+    with pytest.raises(NotImplementedError, match=r"got query on cuda:\d and a group with the backend gloo"):
+        torch.ops.weft.ring_attention(x, x, x, group_name=group)
 
 
 @pytest.mark.nccl

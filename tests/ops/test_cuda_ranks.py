@@ -18,7 +18,7 @@ numerical gradients in test_registration.py. A CPU test has no CUDA version here
   test_rebind_group_without_weft_modules_raises, test_invalid_modes_and_tables_raise,
   test_environment_sets_mode_and_table,
   test_table_without_dims_raises, test_vocab_start_beyond_int32_is_accepted, test_classes_beyond_int64_raise;
-- calls ring_attention, which supports the CPU only: test_ring_attention.py;
+- calls ring_attention, which needs NCCL on CUDA: test_ring_attention.py. test_nccl_ranks.py has CUDA versions;
 - runs its own programs on the CPU: test_script_fresh_process.py, test_installed.py.
 
 The tests of the backend weft, collectives/, and of host memory, memory/, are for the CPU.

@@ -386,13 +386,14 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
   return self;
 }
 
-// Operators that only allocate or describe memory, and those that are registered one by one: copy_
+// Operators that only allocate or describe memory, that choose a kernel, and those that are registered one by one: copy_
 // here, others in special_operators.cpp.
 const std::set<std::string>& left_to_torch() {
   static const std::set<std::string> names{"aten::resize_",
                                            "aten::record_stream",
                                            "aten::is_set_to",
                                            "aten::native_dropout",
+                                           "aten::_fused_sdp_choice",
                                            "aten::copy_"};
   return names;
 }
