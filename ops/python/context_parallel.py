@@ -26,6 +26,7 @@ def ring_attention(
     scale: float | None = None,
     sequence_size: int | None = None,
     order: Order = "head_tail",
+    window: int | None = None,
 ) -> Tensor:
     """Return F.scaled_dot_product_attention of a sharded sequence: each rank has a shard of the tokens, and all heads.
 
@@ -36,6 +37,10 @@ def ring_attention(
     `order` says which tokens a rank has: see `shard_sequence`. `sequence_size` is the number of tokens of all ranks;
     without it all shards must have equal sizes, in the order "head_tail" even ones.
 
+    With `window`, which needs `is_causal`, a query attends to the key of its token and to those of the window - 1
+    tokens before it. Only the pairs of the window are computed, and with `order="contiguous"`, keys and values move
+    only to the ranks that attend to them; the ranks' work is nearly equal in both orders.
+
     Each rank sends its keys and values to the next rank, and so on around the ring, while it computes the attention to
     the block before. Blocks are combined by their log-sum-exp, in float32 (in float64 for float64). With n ranks, a
     rank sends n - 1 messages of keys and values of one shard in the forward, and as many in the backward together with
@@ -43,7 +48,8 @@ def ring_attention(
     computed. Saves query, key, value, the result, and one number per token and head.
 
     Raises:
-        ValueError: the shapes do not match, s is not the size of this rank's shard, or `order` has another value.
+        ValueError: the shapes do not match, s is not the size of this rank's shard, `order` has another value,
+            or `window` is not positive or given without `is_causal`.
         TypeError: the tensors are no floating-point tensors of one dtype.
         NotImplementedError: the tensors are on CUDA, and the backend of the group is gloo, which does not send them.
 
@@ -59,6 +65,7 @@ def ring_attention(
         scale=scale,
         sequence_size=sequence_size,
         order=order,
+        window=window,
     )
 
 

@@ -2,8 +2,11 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/logaddexp.h>
+#include <ATen/ops/zeros.h>
 
+#include <limits>
 #include <utility>
 
 namespace weft::ops {
@@ -80,13 +83,22 @@ AttentionResult attend(const at::Tensor& query,
 
 void AttentionSum::add(AttentionResult block, std::int64_t first_query) {
   const auto dtype = block.lse.scalar_type();
-  if (is_empty()) {
-    TORCH_INTERNAL_ASSERT(first_query == 0);
+  const auto num_queries = block.out.size(2);
+  if (is_empty() && num_queries == num_queries_) {
     out_ = with_tokens_first(block.out.to(dtype));
     lse_ = with_tokens_first(block.lse);
     return;
   }
-  const auto num_queries = block.out.size(2);
+  if (is_empty()) {
+    const auto& out = block.out;
+    const auto options = out.options().dtype(dtype);
+    out_ =
+        at::zeros({out.size(0), num_queries_, out.size(1), out.size(3)}, options).transpose(1, 2);
+    lse_ = at::full({out.size(0), num_queries_, out.size(1)},
+                    -std::numeric_limits<double>::infinity(),
+                    options)
+               .transpose(1, 2);
+  }
   auto out = out_.narrow(2, first_query, num_queries);
   auto lse = lse_.narrow(2, first_query, num_queries);
   const auto new_lse = at::logaddexp(lse, block.lse);

@@ -30,14 +30,17 @@ AttentionResult attend(const at::Tensor& query,
 // Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 class AttentionSum {
  public:
-  // Adds a block's result for the queries from `first_query` on. The first block must have all
-  // queries.
+  explicit AttentionSum(std::int64_t num_queries) : num_queries_(num_queries) {}
+
+  // Adds a block's result for the queries from `first_query` on.
   void add(AttentionResult block, std::int64_t first_query);
   bool is_empty() const { return !out_.defined(); }
-  // Returns the attention, with `out` of this dtype. REQUIRES: !is_empty().
+  // Returns the attention, with `out` of this dtype. REQUIRES: each query has a result;
+  // !is_empty().
   AttentionResult take(at::ScalarType dtype);
 
  private:
+  std::int64_t num_queries_;
   at::Tensor out_;  // in the dtype of lse_
   at::Tensor lse_;
 };

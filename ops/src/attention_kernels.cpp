@@ -14,6 +14,7 @@
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 
 #include <cmath>
 #include <limits>
@@ -38,6 +39,24 @@ at::Tensor padded(const at::Tensor& x, std::int64_t multiple, double value = 0.0
   return missing == 0 ? x : at::constant_pad_nd(x, {0, missing}, value);
 }
 
+// Returns which of the pairs [queries, keys] the band excludes.
+at::Tensor hidden_pairs(const at::Tensor& query, const at::Tensor& key, const AttentionBand& band) {
+  const auto all = at::ones({query.size(2), key.size(2)}, query.options().dtype(at::kBool));
+  return all.tril(band.offset).triu_(band.offset - band.window + 1).logical_not_();
+}
+
+// Returns what the CPU's kernel adds to the scores.
+std::optional<at::Tensor> additive_mask(const at::Tensor& query,
+                                        const at::Tensor& key,
+                                        const AttentionOptions& options) {
+  if (!options.band.has_value()) {
+    return {};
+  }
+  auto mask = at::zeros({query.size(2), key.size(2)}, query.options());
+  return mask.masked_fill_(hidden_pairs(query, key, *options.band),
+                           -std::numeric_limits<double>::infinity());
+}
+
 // An argument that a kernel reads only with dropout.
 at::Tensor no_random_state(const at::Tensor& x, at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::empty(sizes, x.options().dtype(dtype));
@@ -47,8 +66,14 @@ AttentionResult cpu_flash(const at::Tensor& query,
                           const at::Tensor& key,
                           const at::Tensor& value,
                           const AttentionOptions& options) {
-  auto [out, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
-      query, key, value, kNoDropout, options.is_causal, std::nullopt, options.scale);
+  auto [out, lse] =
+      at::_scaled_dot_product_flash_attention_for_cpu(query,
+                                                      key,
+                                                      value,
+                                                      kNoDropout,
+                                                      options.is_causal,
+                                                      additive_mask(query, key, options),
+                                                      options.scale);
   return {std::move(out), std::move(lse)};
 }
 
@@ -67,7 +92,7 @@ AttentionGradients cpu_flash_backward(const at::Tensor& grad_out,
                                                                attention.lse,
                                                                kNoDropout,
                                                                options.is_causal,
-                                                               std::nullopt,
+                                                               additive_mask(query, key, options),
                                                                options.scale);
   return {std::move(grad_query), std::move(grad_key), std::move(grad_value)};
 }
@@ -161,9 +186,9 @@ at::Tensor scores_of(const at::Tensor& query,
   const auto dtype = at::toOpMathType(query.scalar_type());
   auto scores = at::matmul(query.to(dtype), key.to(dtype).transpose(2, 3));
   scores.mul_(scale_of(query, options));
-  if (options.is_causal) {
-    const auto later = at::ones({query.size(2), key.size(2)}, query.options().dtype(at::kBool));
-    scores.masked_fill_(later.triu(1), -std::numeric_limits<double>::infinity());
+  const auto band = options.is_causal ? std::optional(AttentionBand{0, key.size(2)}) : options.band;
+  if (band.has_value()) {
+    scores.masked_fill_(hidden_pairs(query, key, *band), -std::numeric_limits<double>::infinity());
   }
   return scores;
 }
@@ -208,6 +233,9 @@ AttentionKernel attention_kernel(const at::Tensor& query,
                                  const AttentionOptions& options) {
   if (query.is_cpu()) {
     return AttentionKernel::kCpuFlash;
+  }
+  if (options.band.has_value()) {  // torch's kernels take no window
+    return AttentionKernel::kProducts;
   }
   const auto choice = at::_fused_sdp_choice(query,
                                             key,

@@ -14,9 +14,16 @@
 
 namespace weft::ops {
 
+// A mask: query i attends to key j if 0 <= i + offset - j < window.
+struct AttentionBand {
+  std::int64_t offset = 0;
+  std::int64_t window = 0;
+};
+
 struct AttentionOptions {
-  bool is_causal = false;            // query i attends to keys 0 to i of the block
-  std::optional<double> scale = {};  // default: 1 / sqrt(head_dim)
+  bool is_causal = false;                  // query i attends to keys 0 to i of the block
+  std::optional<AttentionBand> band = {};  // without is_causal; each query must attend to a key
+  std::optional<double> scale = {};        // default: 1 / sqrt(head_dim)
 };
 
 struct AttentionResult {

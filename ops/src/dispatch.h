@@ -363,7 +363,8 @@ inline constexpr Operator<"weft::ring_attention",
                                  bool is_causal,
                                  optional<double> scale,
                                  optional<SymInt> sequence_size,
-                                 string_view order)>
+                                 string_view order,
+                                 optional<std::int64_t> window)>
     ring_attention;
 inline constexpr Operator<"weft::_ring_attention",
                           tuple<Tensor, Tensor>(const Tensor& query,
@@ -373,7 +374,8 @@ inline constexpr Operator<"weft::_ring_attention",
                                                 bool is_causal,
                                                 optional<double> scale,
                                                 optional<SymInt> sequence_size,
-                                                string_view order)>
+                                                string_view order,
+                                                optional<std::int64_t> window)>
     ring_attention_saving;
 inline constexpr Operator<"weft::_ring_attention_backward",
                           tuple<Tensor, Tensor, Tensor>(const Tensor& grad_out,
@@ -386,7 +388,8 @@ inline constexpr Operator<"weft::_ring_attention_backward",
                                                         bool is_causal,
                                                         optional<double> scale,
                                                         optional<SymInt> sequence_size,
-                                                        string_view order)>
+                                                        string_view order,
+                                                        optional<std::int64_t> window)>
     ring_attention_backward;
 inline constexpr Operator<"weft::ulysses_attention",
                           Tensor(const Tensor& query,

@@ -212,7 +212,8 @@ at::Tensor ring_attention(const at::Tensor& query,
                           const at::Tensor& value,
                           std::string_view group_name,
                           const SequenceAttentionOptions& options,
-                          std::string_view order) {
+                          std::string_view order,
+                          std::optional<std::int64_t> window) {
   return dispatch::ring_attention(query,
                                   key,
                                   value,
@@ -220,7 +221,8 @@ at::Tensor ring_attention(const at::Tensor& query,
                                   options.is_causal,
                                   options.scale,
                                   options.sequence_size,
-                                  order);
+                                  order,
+                                  window);
 }
 
 at::Tensor ulysses_attention(const at::Tensor& query,

@@ -12,13 +12,15 @@
 //
 // With a causal mask, chunks are before or behind each other (sequence_order.h), so only the rank's
 // own block needs a mask: of a block of a rank before it, the queries attend to the head; to a
-// block of a rank behind it, only the queries of the tail attend.
+// block of a rank behind it, only the queries of the tail attend. With a window and contiguous
+// shards, a block only moves to the ranks that attend to it, and the last of them sends its
+// gradient to the owner.
 
 #include "ring_attention.h"
 
+#include "attended_tokens.h"
 #include "attention_shape.h"
 #include "group_collectives.h"
-#include "sequence_order.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
@@ -34,53 +36,34 @@ namespace {
 constexpr int kBlockTag = (1 << 29) - 2;
 constexpr int kGradientTag = (1 << 29) - 1;
 
-// Tokens [begin, begin + size) of a shard.
-struct TokenRange {
-  std::int64_t begin = 0;
-  std::int64_t size = 0;
-
-  at::Tensor of(const at::Tensor& x) const { return x.narrow(2, begin, size); }
-};
-
-// The queries of this rank that attend to a block, and the keys of the block that they attend to.
-struct AttendedTokens {
-  TokenRange queries;
-  TokenRange keys;
-  AttentionOptions options;
-
-  bool is_empty() const { return queries.size == 0 || keys.size == 0; }
-};
-
 class Ring {
  public:
   Ring(ProcessGroupPtr group, std::int64_t sequence_size, const RingOptions& options)
-      : group_(std::move(group)), is_causal_(options.is_causal), scale_(options.scale) {
-    const auto order = checked_order(kRingAttention, options.order);
-    const auto [num_ranks, rank] = rank_in(group_);
-    rank_ = static_cast<int>(rank);
-    for (std::int64_t each = 0; each < num_ranks; ++each) {
-      const auto chunks = shard_chunks(order, sequence_size, {num_ranks, each});
-      heads_.push_back(chunks.head.expect_int());
-      sizes_.push_back(chunks.size().expect_int());
-    }
-  }
+      : group_(std::move(group)),
+        rank_(static_cast<int>(rank_in(group_).rank)),
+        scale_(options.scale),
+        shards_(checked_order(kRingAttention, options.order),
+                sequence_size,
+                static_cast<int>(rank_in(group_).num_ranks)),
+        mask_(mask_of(options, sequence_size)),
+        num_blocks_(num_attended_shards(shards_, mask_)) {}
 
-  // Calls visit(source, key, value) for the block of each rank `source`, this rank's first, while
-  // the next block is in flight.
+  // Calls visit(source, key, value) for the blocks of num_blocks() ranks `source`, this rank's
+  // first, while the next block is in flight.
   template <typename Visit>
   void for_each_block(const at::Tensor& key, const at::Tensor& value, const Visit& visit) const {
-    if (num_ranks() == 1) {
+    if (num_blocks_ == 1) {
       visit(rank_, key, value);
       return;
     }
     auto block = at::stack({key, value});
-    for (int step = 0; step < num_ranks(); ++step) {
+    for (int step = 0; step < num_blocks_; ++step) {
       const int source = at_distance(-step);
       at::Tensor next;
       PendingExchange moving;
-      if (step + 1 < num_ranks()) {
-        next = at::empty(sizes_with(block, at_distance(-step - 1)), block.options());
-        moving = start_to_move(block, next, kBlockTag);
+      if (step + 1 < num_blocks_) {
+        next = at::empty(stacked_sizes(key, at_distance(-step - 1)), block.options());
+        moving = start_to_move(block, next, 1, kBlockTag);
       }
       visit(source, block.select(0, 0), block.select(0, 1));
       moving.wait();
@@ -88,54 +71,59 @@ class Ring {
     }
   }
 
-  AttendedTokens attended(int source) const {
-    const TokenRange all_queries{0, size_of(rank_)}, all_keys{0, size_of(source)};
-    if (!is_causal_) {
-      return {all_queries, all_keys, {false, scale_}};
+  // Returns the calls for the queries of this rank and the keys of rank `source`.
+  std::vector<AttendedTokens> calls(int source) const {
+    auto result = attended_tokens(shards_, mask_, rank_, source);
+    for (auto& call : result) {
+      call.options.scale = scale_;
     }
-    if (source == rank_) {
-      return {all_queries, all_keys, {true, scale_}};
-    }
-    if (source < rank_) {
-      return {all_queries, {0, head_of(source)}, {false, scale_}};
-    }
-    return {{head_of(rank_), size_of(rank_) - head_of(rank_)}, all_keys, {false, scale_}};
+    return result;
   }
 
-  // Starts to send the sum of the gradients of a block to the next rank, and to receive that of
-  // another block.
+  // Starts to send the sum of the gradients of a block to the rank `distance` ranks behind this
+  // one, and to receive that of another block.
   PendingExchange start_to_move_gradients(const at::Tensor& sent,
-                                          const at::Tensor& received) const {
-    return start_to_move(sent, received, kGradientTag);
+                                          const at::Tensor& received,
+                                          int distance) const {
+    return start_to_move(sent, received, distance, kGradientTag);
+  }
+
+  // Returns the sizes of stacked keys and values of rank `source`, or of their gradients; `key` is
+  // that of any rank.
+  std::vector<std::int64_t> stacked_sizes(const at::Tensor& key, int source) const {
+    return {2, key.size(0), key.size(1), shards_.size_of(source), key.size(3)};
   }
 
   int rank() const { return rank_; }
-  int num_ranks() const { return static_cast<int>(sizes_.size()); }
-  std::int64_t size_of(int rank) const { return sizes_.at(static_cast<std::size_t>(rank)); }
+  int num_blocks() const { return num_blocks_; }
   // Returns the rank that is `distance` ranks behind this one on the ring.
-  int at_distance(int distance) const { return (rank_ + distance + num_ranks()) % num_ranks(); }
-
- private:
-  std::int64_t head_of(int rank) const { return heads_.at(static_cast<std::size_t>(rank)); }
-
-  PendingExchange start_to_move(const at::Tensor& sent, const at::Tensor& received, int tag) const {
-    return start_exchange(
-        kRingAttention, {sent, at_distance(1), received, at_distance(-1), tag}, group_);
+  int at_distance(int distance) const {
+    const auto num_ranks = shards_.num_ranks();
+    return (rank_ + distance + num_ranks) % num_ranks;
   }
 
-  // Returns the sizes of the block of rank `source`; `block` is that of another rank.
-  std::vector<std::int64_t> sizes_with(const at::Tensor& block, int source) const {
-    auto sizes = block.sizes().vec();
-    sizes[3] = size_of(source);
-    return sizes;
+ private:
+  // A window that excludes no token is none.
+  static SequenceMask mask_of(const RingOptions& options, std::int64_t sequence_size) {
+    const bool has_window = options.window.has_value() && *options.window < sequence_size;
+    return {options.is_causal, has_window ? options.window : std::nullopt};
+  }
+
+  PendingExchange start_to_move(const at::Tensor& sent,
+                                const at::Tensor& received,
+                                int distance,
+                                int tag) const {
+    return start_exchange(kRingAttention,
+                          {sent, at_distance(distance), received, at_distance(-distance), tag},
+                          group_);
   }
 
   ProcessGroupPtr group_;
-  bool is_causal_;
+  int rank_;
   std::optional<double> scale_;
-  int rank_ = 0;
-  std::vector<std::int64_t> heads_;  // the number of tokens of each rank's head
-  std::vector<std::int64_t> sizes_;  // the number of tokens of each rank's shard
+  SequenceShards shards_;
+  SequenceMask mask_;
+  int num_blocks_;
 };
 
 // Whether the full tensors have no elements, whatever their number of tokens is. All ranks agree.
@@ -184,7 +172,7 @@ class RingBackward {
             add_to_moving_sum(source, block_key, block_value);
           }
         });
-    if (ring_.num_ranks() > 1) {
+    if (ring_.num_blocks() > 1) {
       moving_.wait();
       sum_.key.add_(received_.select(0, 0));
       sum_.value.add_(received_.select(0, 1));
@@ -198,16 +186,21 @@ class RingBackward {
   // in flight unless that rank is the block's owner; starts to send the sum on and to receive the
   // next.
   void add_to_moving_sum(int source, const at::Tensor& block_key, const at::Tensor& block_value) {
-    auto gradients = at::zeros(stacked_sizes(block_key, source), options_);
+    auto gradients = at::zeros(ring_.stacked_sizes(block_key, source), options_);
     auto grad_key = gradients.select(0, 0), grad_value = gradients.select(0, 1);
     add_block(source, block_key, block_value, grad_key, grad_value);
     if (received_.defined()) {
       moving_.wait();
       gradients.add_(received_);
     }
-    const auto next_source = (source + ring_.num_ranks() - 1) % ring_.num_ranks();
-    received_ = at::empty(stacked_sizes(block_key, next_source), options_);
-    moving_ = ring_.start_to_move_gradients(gradients, received_);
+    if (source == ring_.at_distance(1 - ring_.num_blocks())) {  // the last block: home to its owner
+      received_ = at::empty(ring_.stacked_sizes(block_key, ring_.rank()), options_);
+      moving_ = ring_.start_to_move_gradients(gradients, received_, 1 - ring_.num_blocks());
+    } else {
+      const auto next_source = ring_.at_distance(source - ring_.rank() - 1);
+      received_ = at::empty(ring_.stacked_sizes(block_key, next_source), options_);
+      moving_ = ring_.start_to_move_gradients(gradients, received_, 1);
+    }
   }
 
   void add_block(int source,
@@ -215,23 +208,15 @@ class RingBackward {
                  const at::Tensor& block_value,
                  const at::Tensor& grad_key,
                  const at::Tensor& grad_value) const {
-    const auto tokens = ring_.attended(source);
-    if (tokens.is_empty()) {
-      return;
+    for (const auto& [queries, keys, options] : ring_.calls(source)) {
+      add_gradients({queries.of(sum_.query), keys.of(grad_key), keys.of(grad_value)},
+                    queries.of(grad_out_),
+                    queries.of(query_),
+                    keys.of(block_key),
+                    keys.of(block_value),
+                    {queries.of(attention_.out), queries.of(attention_.lse)},
+                    options);
     }
-    const auto& [queries, keys, options] = tokens;
-    add_gradients({queries.of(sum_.query), keys.of(grad_key), keys.of(grad_value)},
-                  queries.of(grad_out_),
-                  queries.of(query_),
-                  keys.of(block_key),
-                  keys.of(block_value),
-                  {queries.of(attention_.out), queries.of(attention_.lse)},
-                  options);
-  }
-
-  // Returns the sizes of the gradients of the block of rank `source`; `key` is that of any rank.
-  std::vector<std::int64_t> stacked_sizes(const at::Tensor& key, int source) const {
-    return {2, key.size(0), key.size(1), ring_.size_of(source), key.size(3)};
   }
 
   const Ring& ring_;
@@ -252,6 +237,13 @@ c10::SymInt checked_ring_arguments(const at::Tensor& query,
                                    const RingOptions& options,
                                    const GroupRank& group_rank) {
   check_attention(kRingAttention, query, key, value);
+  TORCH_CHECK_VALUE(!options.window.has_value() || (*options.window > 0 && options.is_causal),
+                    kRingAttention,
+                    ": got window ",
+                    options.window.value_or(0),
+                    " with is_causal ",
+                    options.is_causal ? "true" : "false",
+                    "; pass the positive number of keys that a query attends to, and is_causal.");
   const auto order = checked_order(kRingAttention, options.order);
   return checked_sequence_size(
       kRingAttention, order, query, 2, options.sequence_size, group_rank, "query");
@@ -264,18 +256,14 @@ AttentionResult ring_attention_forward(const at::Tensor& query,
   const auto group = resolve_group(kRingAttention, options.group_name);
   const auto sequence_size = checked_ring_arguments(query, key, value, options, rank_in(group));
   check_backend(query, group);
-  AttentionSum sum;
+  AttentionSum sum(query.size(2));
   if (!is_empty_on_all_ranks(query)) {
     const Ring ring(group, sequence_size.expect_int(), options);
     ring.for_each_block(
         key, value, [&](int source, const at::Tensor& block_key, const at::Tensor& block_value) {
-          const auto tokens = ring.attended(source);
-          if (!tokens.is_empty()) {
-            sum.add(attend(tokens.queries.of(query),
-                           tokens.keys.of(block_key),
-                           tokens.keys.of(block_value),
-                           tokens.options),
-                    tokens.queries.begin);
+          for (const auto& [queries, keys, mask] : ring.calls(source)) {
+            sum.add(attend(queries.of(query), keys.of(block_key), keys.of(block_value), mask),
+                    queries.begin);
           }
         });
   }

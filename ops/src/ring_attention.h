@@ -22,6 +22,7 @@ struct RingOptions {
   std::optional<double> scale;
   std::optional<c10::SymInt> sequence_size;
   std::string order;
+  std::optional<std::int64_t> window = {};
 };
 
 // Checks the arguments of a call; returns the number of tokens of the full sequence.

@@ -20,6 +20,7 @@ namespace weft::ops {
 namespace {
 
 using OptionalScale = std::optional<double>;
+using OptionalInt = std::optional<std::int64_t>;
 using OptionalSize = std::optional<c10::SymInt>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
@@ -27,8 +28,9 @@ RingOptions options_of(std::string_view group_name,
                        bool is_causal,
                        const OptionalScale& scale,
                        const OptionalSize& sequence_size,
-                       std::string_view order) {
-  return {std::string(group_name), is_causal, scale, sequence_size, std::string(order)};
+                       std::string_view order,
+                       const OptionalInt& window) {
+  return {std::string(group_name), is_causal, scale, sequence_size, std::string(order), window};
 }
 
 std::tuple<at::Tensor, at::Tensor> saving_kernel(const at::Tensor& query,
@@ -38,9 +40,10 @@ std::tuple<at::Tensor, at::Tensor> saving_kernel(const at::Tensor& query,
                                                  bool is_causal,
                                                  OptionalScale scale,
                                                  OptionalSize sequence_size,
-                                                 std::string_view order) {
+                                                 std::string_view order,
+                                                 OptionalInt window) {
   auto [out, lse] = ring_attention_forward(
-      query, key, value, options_of(group_name, is_causal, scale, sequence_size, order));
+      query, key, value, options_of(group_name, is_causal, scale, sequence_size, order, window));
   return {std::move(out), std::move(lse)};
 }
 
@@ -51,9 +54,13 @@ at::Tensor kernel(const at::Tensor& query,
                   bool is_causal,
                   OptionalScale scale,
                   OptionalSize sequence_size,
-                  std::string_view order) {
+                  std::string_view order,
+                  OptionalInt window) {
   return ring_attention_forward(
-             query, key, value, options_of(group_name, is_causal, scale, sequence_size, order))
+             query,
+             key,
+             value,
+             options_of(group_name, is_causal, scale, sequence_size, order, window))
       .out;
 }
 
@@ -67,14 +74,15 @@ ThreeTensors backward_kernel(const at::Tensor& grad_out,
                              bool is_causal,
                              OptionalScale scale,
                              OptionalSize sequence_size,
-                             std::string_view order) {
-  auto gradients =
-      ring_attention_gradients(grad_out,
-                               query,
-                               key,
-                               value,
-                               {out, lse},
-                               options_of(group_name, is_causal, scale, sequence_size, order));
+                             std::string_view order,
+                             OptionalInt window) {
+  auto gradients = ring_attention_gradients(
+      grad_out,
+      query,
+      key,
+      value,
+      {out, lse},
+      options_of(group_name, is_causal, scale, sequence_size, order, window));
   return {std::move(gradients.query), std::move(gradients.key), std::move(gradients.value)};
 }
 
@@ -88,7 +96,8 @@ class RingAttention : public torch::autograd::Function<RingAttention> {
                             bool is_causal,
                             const OptionalScale& scale,
                             const OptionalSize& sequence_size,
-                            const std::string& order) {
+                            const std::string& order,
+                            const OptionalInt& window) {
     auto& saved = ctx->saved_data;
     saved["group_name"] = group_name;
     saved["is_causal"] = is_causal;
@@ -97,9 +106,10 @@ class RingAttention : public torch::autograd::Function<RingAttention> {
       saved["sequence_size"] = *sequence_size;
     }
     saved["order"] = order;
+    saved["window"] = window;
     const at::AutoDispatchBelowADInplaceOrView below;
     auto [out, lse] = dispatch::ring_attention_saving(
-        query, key, value, group_name, is_causal, scale, sequence_size, order);
+        query, key, value, group_name, is_causal, scale, sequence_size, order, window);
     ctx->save_for_backward({query, key, value, out, lse});
     return out;
   }
@@ -120,8 +130,9 @@ class RingAttention : public torch::autograd::Function<RingAttention> {
         saved.at("is_causal").toBool(),
         saved.at("scale").toOptional<double>(),
         size == saved.end() ? OptionalSize() : OptionalSize(size->second.toSymInt()),
-        saved.at("order").toStringRef());
-    variable_list result(8);
+        saved.at("order").toStringRef(),
+        saved.at("window").toOptional<std::int64_t>());
+    variable_list result(9);
     result[0] = std::move(grad_query);
     result[1] = std::move(grad_key);
     result[2] = std::move(grad_value);
@@ -136,11 +147,12 @@ at::Tensor autograd_kernel(const at::Tensor& query,
                            bool is_causal,
                            OptionalScale scale,
                            OptionalSize sequence_size,
-                           std::string_view order) {
+                           std::string_view order,
+                           OptionalInt window) {
   if (!torch::autograd::compute_requires_grad(query, key, value)) {
     const at::AutoDispatchBelowADInplaceOrView below;
     return dispatch::ring_attention(
-        query, key, value, group_name, is_causal, scale, std::move(sequence_size), order);
+        query, key, value, group_name, is_causal, scale, std::move(sequence_size), order, window);
   }
   return RingAttention::apply(query,
                               key,
@@ -149,7 +161,8 @@ at::Tensor autograd_kernel(const at::Tensor& query,
                               is_causal,
                               scale,
                               sequence_size,
-                              std::string(order));
+                              std::string(order),
+                              window);
 }
 
 std::tuple<at::Tensor, at::Tensor> saving_meta_kernel(const at::Tensor& query,
@@ -159,11 +172,12 @@ std::tuple<at::Tensor, at::Tensor> saving_meta_kernel(const at::Tensor& query,
                                                       bool is_causal,
                                                       OptionalScale scale,
                                                       OptionalSize sequence_size,
-                                                      std::string_view order) {
+                                                      std::string_view order,
+                                                      OptionalInt window) {
   checked_ring_arguments(query,
                          key,
                          value,
-                         options_of(group_name, is_causal, scale, sequence_size, order),
+                         options_of(group_name, is_causal, scale, sequence_size, order, window),
                          rank_in(kRingAttention, group_name));
   auto result = empty_attention(query);
   return {std::move(result.out), std::move(result.lse)};
@@ -176,9 +190,10 @@ at::Tensor meta_kernel(const at::Tensor& query,
                        bool is_causal,
                        OptionalScale scale,
                        OptionalSize sequence_size,
-                       std::string_view order) {
+                       std::string_view order,
+                       OptionalInt window) {
   return std::get<0>(saving_meta_kernel(
-      query, key, value, group_name, is_causal, scale, std::move(sequence_size), order));
+      query, key, value, group_name, is_causal, scale, std::move(sequence_size), order, window));
 }
 
 ThreeTensors backward_meta_kernel(const at::Tensor& /*grad_out*/,
@@ -191,7 +206,8 @@ ThreeTensors backward_meta_kernel(const at::Tensor& /*grad_out*/,
                                   bool /*is_causal*/,
                                   OptionalScale /*scale*/,
                                   OptionalSize /*sequence_size*/,
-                                  std::string_view /*order*/) {
+                                  std::string_view /*order*/,
+                                  OptionalInt /*window*/) {
   return {at::empty_symint(query.sym_sizes(), query.options()),
           at::empty_symint(key.sym_sizes(), key.options()),
           at::empty_symint(value.sym_sizes(), value.options())};

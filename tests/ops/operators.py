@@ -34,7 +34,7 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
-CPU_ONLY = ("ring_attention",)  # operators that raise NotImplementedError for tensors on other devices
+NEEDS_NCCL = ("ring_attention",)  # operators that raise NotImplementedError for CUDA tensors over gloo
 
 
 def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> list[Call]:
@@ -98,6 +98,11 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
             "ring_attention",
             (random(2, 2, 4, 3), random(2, 2, 4, 3), random(2, 2, 4, 3)),
             {"is_causal": True, "scale": 0.5, "order": "contiguous", **group},
+        ),
+        Call(
+            "ring_attention",
+            (random(1, 2, 6, 3), random(1, 1, 6, 3), random(1, 1, 6, 3)),
+            {"is_causal": True, "window": 2, **group},
         ),
     ]
     return calls

@@ -47,7 +47,13 @@ class Reference:
     """Unsharded attention in float64, from values that are numbers of `dtype`, with its gradients."""
 
     def __init__(
-        self, shape: Shape, *, is_causal: bool, scale: float | None = None, dtype: torch.dtype = torch.float64
+        self,
+        shape: Shape,
+        *,
+        is_causal: bool,
+        scale: float | None = None,
+        window: int | None = None,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         torch.manual_seed(shape.tokens)
         heads = {"query": shape.heads, "key": shape.kv_heads, "value": shape.kv_heads}
@@ -56,8 +62,13 @@ class Reference:
             for name, number in heads.items()
         }
         query, key, value = self.inputs.values()
+        mask = torch.ones(shape.tokens, shape.tokens, dtype=torch.bool)
+        if is_causal:
+            mask = mask.tril()
+        if window is not None:
+            mask = mask.triu(1 - window)
         self.out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shape.heads != shape.kv_heads
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=shape.heads != shape.kv_heads
         )
         self.grad_out = torch.randn_like(self.out).to(dtype).double()
         self.out.backward(self.grad_out)

@@ -13,15 +13,13 @@ PROGRAM = """
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import weft
-from ops.operators import CPU_ONLY, sample_calls
+from ops.operators import sample_calls
 
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=8)
 torch.manual_seed(0)
 name = dist.group.WORLD.group_name
 for device in DEVICES:
     for call in sample_calls(name):
-        if device != "cpu" and call.name in CPU_ONLY:
-            continue
         integer_device = "cpu" if call.name == "dropout" else device  # dropout reads its seed on the CPU
         args = [arg.detach().to(device if arg.is_floating_point() else integer_device).requires_grad_(arg.requires_grad)
                 if isinstance(arg, torch.Tensor) else arg for arg in call.args]

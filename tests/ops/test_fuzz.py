@@ -20,7 +20,7 @@ from ops.fuzz.launch import run_calls
 from ops.fuzz.linears import ColumnLinear
 from ops.fuzz.operator import Call, Operator, draw_call
 from ops.fuzz.rules import ExpectedError, Violations
-from ops.operators import CPU_ONLY
+from ops.operators import NEEDS_NCCL
 from support.ranks import run_on_ranks
 
 
@@ -39,7 +39,7 @@ def test_random_sets_over_gloo(operator: str) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("operator", sorted({*NAMES} - {*CPU_ONLY}))
+@pytest.mark.parametrize("operator", sorted({*NAMES} - {*NEEDS_NCCL}))
 def test_random_sets_on_cuda(operator: str) -> None:
     """The same sets on a GPU that 2 ranks share."""
     _check_over_gloo(operator, "cuda", 60)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import weft  # noqa: F401  (registers the operators)
-from ops.operators import CPU_ONLY, Call, sample_calls
+from ops.operators import Call, sample_calls
 
 CALLS = pytest.mark.parametrize("index", range(len(sample_calls())), ids=lambda i: f"{i}-{_sample(i).name}")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -16,8 +16,6 @@ def _sample(index: int, device: str = "cpu") -> Call:
     torch.manual_seed(0)
     with torch.device(device):
         call = sample_calls()[index]
-    if device != "cpu" and call.name in CPU_ONLY:
-        pytest.skip(f"{call.name} supports the CPU only")
     if call.name == "dropout" and device != "cpu":
         x, seed = call.args
         assert isinstance(seed, torch.Tensor)
@@ -68,8 +66,8 @@ PRIVATE: dict[str, tuple[object, ...]] = {
     ),
     "_sharded_linear_input_grad": (torch.randn(2, 3, 5), torch.randn(5, 4), ""),
     "_sharded_linear_shard_grad": (torch.randn(2, 3, 5), torch.randn(2, 3, 4), ""),
-    "_ring_attention": (*torch.randn(3, 2, 3, 4, 5), "", True, None, None, "head_tail"),
-    "_ring_attention_backward": (*torch.randn(5, 2, 3, 4, 5), torch.randn(2, 3, 4), "", False, 0.5, 4, "contiguous"),
+    "_ring_attention": (*torch.randn(3, 2, 3, 4, 5), "", True, None, None, "head_tail", 2),
+    "_ring_attention_backward": (*torch.randn(5, 2, 3, 4, 5), torch.randn(2, 3, 4), "", False, 0.5, 4, "contiguous", None),
     "_dropout_of_shard": (torch.randn(3, 5), 7, 0.5, 5, 3, 3, 9),
     "_norm": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(5), None, True, 1e-5),
     "_norm_backward": (
@@ -91,8 +89,6 @@ PRIVATE: dict[str, tuple[object, ...]] = {
 @pytest.mark.parametrize("name", PRIVATE)
 @DEVICES
 def test_opcheck_private_operators(name: str, device: str) -> None:
-    if device != "cpu" and name.startswith(tuple(f"_{each}" for each in CPU_ONLY)):
-        pytest.skip(f"{name} supports the CPU only")
     args = tuple(arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in PRIVATE[name])
     results = torch.library.opcheck(getattr(torch.ops.weft, name).default, args)
     assert set(results.values()) == {"SUCCESS"}
@@ -130,7 +126,7 @@ weft::pipeline_flush(str group_name) -> ()
 weft::join(Tensor x, Tensor[] tokens) -> Tensor
 weft::dropout(Tensor x, Tensor seed, *, float p, str group_name, int? dim=None, SymInt? dim_size=None) -> Tensor
 weft::ring_attention(Tensor query, Tensor key, Tensor value, *, str group_name, bool is_causal=False, \
-float? scale=None, SymInt? sequence_size=None, str order="head_tail") -> Tensor
+float? scale=None, SymInt? sequence_size=None, str order="head_tail", int? window=None) -> Tensor
 weft::ulysses_attention(Tensor query, Tensor key, Tensor value, *, str group_name, bool is_causal=False, \
 float? scale=None, SymInt? sequence_size=None) -> Tensor
 weft::adam_step_(Tensor(a!) parameter, Tensor grad, Tensor(b!) exp_avg, Tensor(c!)? exp_avg_scale, \

@@ -48,16 +48,30 @@ def test_matches_unsharded_attention(rank: int, world_size: int) -> None:
                 reference.check(out, local, tokens, TOLERANCE["float64"])
 
 
+@on_ranks(1, 2, 3, 4)
+def test_window_matches_unsharded_attention(rank: int, world_size: int) -> None:
+    """Windows within a chunk, of several chunks and of all tokens; and, of 1,210 tokens, of several calls."""
+    windows = {37: (1, 2, 5, 13, 37, 100), 10: (1, 3, 7), 3: (2,), 0: (1,), 1210: (1, 90, 130, 700, 1209)}
+    for shape in SHAPES:
+        for window in windows.get(shape.tokens, ()):
+            reference = Reference(shape, is_causal=True, window=window)
+            for order in ORDERS:
+                tokens = tokens_of(shape.tokens, world_size, rank, order)
+                local = reference.local(tokens)
+                out = _ring(local, shape.tokens, is_causal=True, order=order, window=window)
+                reference.check(out, local, tokens, TOLERANCE["float64"])
+
+
 def _check_dtypes(rank: int, world_size: int, group: str) -> None:
     shape = SHAPES[1]
     tokens = tokens_of(shape.tokens, world_size, rank, "head_tail")
     for dtype, tolerance in TOLERANCE.items():
-        reference = Reference(shape, is_causal=True, scale=0.3, dtype=getattr(torch, dtype))
+        reference = Reference(shape, is_causal=True, scale=0.3, window=9, dtype=getattr(torch, dtype))
         local = reference.local(tokens)
         # Heads behind tokens, as a linear layer makes them; and a last dim with strides.
         strided = {name: tensor.transpose(1, 2).contiguous().transpose(1, 2) for name, tensor in local.items()}
         strided["key"] = torch.stack([local["key"], local["key"]], -1)[..., 0]
-        out = _ring(strided, shape.tokens, group, is_causal=True, scale=0.3)
+        out = _ring(strided, shape.tokens, group, is_causal=True, scale=0.3, window=9)
         reference.check(out, local, tokens, tolerance)
 
 
@@ -91,6 +105,19 @@ def test_masked_chunks_are_not_computed(rank: int) -> None:
     assert _computed_pairs(lambda: _ring(local, 32)) == 4 * 64
 
 
+@on_ranks(4)
+def test_pairs_outside_of_the_window_are_not_computed(rank: int) -> None:
+    """Calls have 128 queries at least, so at most 128 keys more than the window."""
+    local = {name: torch.randn(1, 1, 1024, 4) for name in ("query", "key", "value")}
+    for order in ORDERS:
+        for window in (1, 256, 1000):
+            run = partial(_ring, local, 4096, is_causal=True, order=order, window=window)
+            pairs, needed = _computed_pairs(run), sum(min(window, token + 1) for token in tokens_of(4096, 4, rank, order))
+            assert needed <= pairs <= needed + 1024 * (max(128, -(-window // 4)) + 2)
+    local = {name: tensor[:, :, :8] for name, tensor in local.items()}
+    assert _computed_pairs(lambda: _ring(local, 32, is_causal=True, order="contiguous", window=1)) == 8 * 8
+
+
 def _messages(run: Callable[[], Result]) -> tuple[Counter[tuple[str, int]], Result]:
     """Return the messages of a call, by direction and bytes, and its result."""
     before = max((each["begin"] for each in flight.calls()), default=0.0)
@@ -113,6 +140,17 @@ def test_number_and_bytes_of_messages(rank: int, world_size: int) -> None:
         expected = Counter({("send", blocks * num_bytes): 2, ("recv", blocks * num_bytes): 2})
         expected += Counter({("send", gradients): 2, ("recv", gradients): 2})
         assert backward == expected
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("window", "num_blocks"), [(1, 0), (2, 1), (9, 1), (10, 2), (17, 2), (18, 3), (31, 3), (32, 3)])
+def test_blocks_move_to_the_ranks_whose_windows_contain_them(window: int, num_blocks: int) -> None:
+    local = {name: torch.randn(1, 1, 8, 4, requires_grad=True) for name in ("query", "key", "value")}
+    block = 2 * 8 * 4 * 4
+    forward, out = _messages(partial(_ring, local, 32, is_causal=True, order="contiguous", window=window))
+    assert forward == Counter({("send", block): num_blocks, ("recv", block): num_blocks})
+    backward, _ = _messages(out.sum().backward)
+    assert backward == Counter({("send", block): 2 * num_blocks, ("recv", block): 2 * num_blocks})
 
 
 @on_ranks(1, 2, 4)
@@ -197,6 +235,8 @@ def test_errors_are_the_same_on_all_ranks_and_leave_group_usable(rank: int, worl
         call(x, x, x[:, :2]),
         call(x, x, x, order="striped"),
         call(odd, odd, odd),
+        call(x, x, x, window=3),
+        call(x, x, x, window=0, is_causal=True),
     ]
     assert texts[0].startswith("weft::ring_attention: got query of shape [4, 6, 8]; pass [batch, heads, ")
     assert "got key of shape [2, 4, 4, 8] with query of shape [2, 4, 6, 8]" in texts[1]
@@ -204,6 +244,8 @@ def test_errors_are_the_same_on_all_ranks_and_leave_group_usable(rank: int, worl
     assert "got 4 query heads with 3 heads of key and 3 of value" in texts[4]
     assert "got order 'striped'; pass 'head_tail' or 'contiguous'" in texts[6]
     assert "in head_tail order without sequence_size" in texts[7]
+    assert "got window 3 with is_causal false; pass the positive number of keys" in texts[8]
+    assert "got window 0 with is_causal true; pass the positive number of keys" in texts[9]
     of_ranks: list[list[str]] = [[] for _ in range(world_size)]
     dist.all_gather_object(of_ranks, texts)
     assert all(each == texts for each in of_ranks)

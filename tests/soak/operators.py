@@ -19,7 +19,7 @@ from collections import Counter
 
 from ops.fuzz import NAMES
 from ops.fuzz.launch import run_calls
-from ops.operators import CPU_ONLY
+from ops.operators import NEEDS_NCCL
 
 from support.rank_pool import POOLS
 from support.ranks import RankFailure, run_on_ranks
@@ -69,7 +69,7 @@ def main() -> int:
     on_three = args.count // 5
     num_sets = {args.ranks: args.count} if args.ranks else {2: args.count - on_three, 3: on_three}
     num_failed = 0
-    names = [name for name in NAMES if args.device == "cpu" or name not in CPU_ONLY]
+    names = [name for name in NAMES if args.device == "cpu" or name not in NEEDS_NCCL]
     for operator in [args.operator] if args.operator else names:
         outcomes: Counter[str] = Counter()
         failures, seed = {}, args.seed

@@ -77,18 +77,24 @@ class SequenceAttention(Operator):
         key, value = (each.repeat_interleave(copies, 1) for each in (values.key, values.value))
         scale = 1 / math.sqrt(max(query.size(-1), 1)) if options.scale is None else options.scale
         scores = query @ key.transpose(2, 3) * scale
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool)
         if options.is_causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -math.inf)
+            mask = mask.tril()
+        if getattr(options, "window", None) is not None:
+            mask = mask.triu(1 - options.window)
+        scores = scores.masked_fill(~mask, -math.inf)
         return (scores.softmax(-1) @ value,)
 
 
 class RingAttention(SequenceAttention):
     name = "ring_attention"
-    edge_case_options: ClassVar[EdgeCaseOptions] = {"sequence_size": SIZES, "order": ("striped", "", "contiguous")}
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"sequence_size": SIZES, "order": ("striped", "", "contiguous"), "window": (None, -1, 0, 1)}
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         values, options = super().draw(draw)
         options["order"] = draw.random.choice(("head_tail", "head_tail", "contiguous"))
+        has_window = options["is_causal"] and draw.chance(0.4)
+        options["window"] = draw.random.randint(1, 2 + values["query"].size(2)) if has_window else None
         if options["sequence_size"] is None and values["query"].size(2) % (2 * draw.num_ranks):
             options["sequence_size"] = values["query"].size(2)
         return values, options
@@ -98,6 +104,8 @@ class RingAttention(SequenceAttention):
 
     def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         yield from super().violations(given, rank_in_group)
+        if given.window is not None and (given.window <= 0 or not given.is_causal):
+            yield ExpectedError(ValueError, f"got window {given.window} with is_causal ")
         if given.order not in ("head_tail", "contiguous"):
             yield ExpectedError(ValueError, f"got order '{given.order}'")
         elif given.order == "contiguous" and given.query.dim() == 4:

@@ -1,0 +1,82 @@
+#pragma once
+
+// The pairs of a query and a key that a mask leaves, for a sequence whose tokens are sharded over
+// ranks: ranges of this rank's queries and of a rank's keys for each call of an attention kernel.
+
+#include "attention_kernels.h"
+#include "sequence_order.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace weft::ops {
+
+// A sequence of `size` tokens in shards (sequence_order.h).
+class SequenceShards {
+ public:
+  // A chunk of a shard: the tokens from `begin` on in the shard, and from `position` on in the
+  // sequence.
+  struct Chunk {
+    std::int64_t begin = 0;
+    std::int64_t position = 0;
+    std::int64_t size = 0;
+
+    std::int64_t end_position() const { return position + size; }
+  };
+
+  SequenceShards(SequenceOrder order, std::int64_t size, int num_ranks);
+
+  SequenceOrder order() const { return order_; }
+  int num_ranks() const { return num_ranks_; }
+  // The number of tokens of all chunks but the last ones, which may have fewer.
+  std::int64_t chunk_size() const { return chunk_size_; }
+  Chunk head(int rank) const { return chunk(rank, 0); }
+  // Empty in the order "contiguous".
+  Chunk tail(int rank) const;
+  std::int64_t size_of(int rank) const { return head(rank).size + tail(rank).size; }
+
+ private:
+  Chunk chunk(std::int64_t index, std::int64_t begin) const;
+
+  SequenceOrder order_;
+  std::int64_t size_;
+  int num_ranks_;
+  std::int64_t chunk_size_;
+};
+
+struct SequenceMask {
+  bool is_causal = false;                   // a query attends to its token and to those before
+  std::optional<std::int64_t> window = {};  // and, of them, to the last `window` ones; causal only
+};
+
+// Tokens [begin, begin + size) of a shard.
+struct TokenRange {
+  std::int64_t begin = 0;
+  std::int64_t size = 0;
+
+  // x [batch, heads, tokens, ...]
+  at::Tensor of(const at::Tensor& x) const { return x.narrow(2, begin, size); }
+};
+
+struct AttendedTokens {
+  TokenRange queries;
+  TokenRange keys;
+  AttentionOptions options;  // without a scale
+};
+
+// Returns the calls that compute the attention of the queries of `rank` to the keys of `source`.
+// Each query of a call attends to at least one of its keys. Without a window there is at most one
+// call. With one, calls have so few queries that most of their pairs are in the window.
+std::vector<AttendedTokens> attended_tokens(const SequenceShards& shards,
+                                            const SequenceMask& mask,
+                                            int rank,
+                                            int source);
+
+// Returns the smallest d such that no rank attends to keys of a rank d or more ranks before it on
+// the ring, which has the first rank behind the last one.
+int num_attended_shards(const SequenceShards& shards, const SequenceMask& mask);
+
+}  // namespace weft::ops
