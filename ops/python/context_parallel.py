@@ -27,6 +27,7 @@ def ring_attention(
     sequence_size: int | None = None,
     order: Order = "head_tail",
     window: int | None = None,
+    document_offsets: Tensor | None = None,
 ) -> Tensor:
     """Return F.scaled_dot_product_attention of a sharded sequence: each rank has a shard of the tokens, and all heads.
 
@@ -41,6 +42,12 @@ def ring_attention(
     tokens before it. Only the pairs of the window are computed, and with `order="contiguous"`, keys and values move
     only to the ranks that attend to them; the ranks' work is nearly equal in both orders.
 
+    With `document_offsets`, a query attends to keys of its document only. They are the positions in the full sequence
+    at which documents begin, in order: int32 or int64 `[documents]` for all rows of the batch, or `[batch, documents]`,
+    the same on all ranks. They may contain 0 and the number of tokens, as cumulative lengths do, and repeat a position.
+    Padding at the end is a document of its own. The host reads the offsets: on CUDA, pass them on the CPU, so that it
+    need not wait, or in compiled code on the device.
+
     Each rank sends its keys and values to the next rank, and so on around the ring, while it computes the attention to
     the block before. Blocks are combined by their log-sum-exp, in float32 (in float64 for float64). With n ranks, a
     rank sends n - 1 messages of keys and values of one shard in the forward, and as many in the backward together with
@@ -49,7 +56,7 @@ def ring_attention(
 
     Raises:
         ValueError: the shapes do not match, s is not the size of this rank's shard, `order` has another value,
-            or `window` is not positive or given without `is_causal`.
+            or `window` is not positive or given without `is_causal`, or `document_offsets` are no such positions.
         TypeError: the tensors are no floating-point tensors of one dtype.
         NotImplementedError: the tensors are on CUDA, and the backend of the group is gloo, which does not send them.
 
@@ -66,6 +73,7 @@ def ring_attention(
         sequence_size=sequence_size,
         order=order,
         window=window,
+        document_offsets=document_offsets,
     )
 
 

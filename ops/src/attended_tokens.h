@@ -3,10 +3,9 @@
 // The pairs of a query and a key that a mask leaves, for a sequence whose tokens are sharded over
 // ranks: ranges of this rank's queries and of a rank's keys for each call of an attention kernel.
 
-#include "attention_kernels.h"
+#include "attention_block.h"
+#include "attention_mask.h"
 #include "sequence_order.h"
-
-#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <optional>
@@ -31,6 +30,7 @@ class SequenceShards {
 
   SequenceOrder order() const { return order_; }
   int num_ranks() const { return num_ranks_; }
+  std::int64_t size() const { return size_; }
   // The number of tokens of all chunks but the last ones, which may have fewer.
   std::int64_t chunk_size() const { return chunk_size_; }
   Chunk head(int rank) const { return chunk(rank, 0); }
@@ -47,20 +47,6 @@ class SequenceShards {
   std::int64_t chunk_size_;
 };
 
-struct SequenceMask {
-  bool is_causal = false;                   // a query attends to its token and to those before
-  std::optional<std::int64_t> window = {};  // and, of them, to the last `window` ones; causal only
-};
-
-// Tokens [begin, begin + size) of a shard.
-struct TokenRange {
-  std::int64_t begin = 0;
-  std::int64_t size = 0;
-
-  // x [batch, heads, tokens, ...]
-  at::Tensor of(const at::Tensor& x) const { return x.narrow(2, begin, size); }
-};
-
 struct AttendedTokens {
   TokenRange queries;
   TokenRange keys;
@@ -68,8 +54,8 @@ struct AttendedTokens {
 };
 
 // Returns the calls that compute the attention of the queries of `rank` to the keys of `source`.
-// Each query of a call attends to at least one of its keys. Without a window there is at most one
-// call. With one, calls have so few queries that most of their pairs are in the window.
+// Each query of a call attends to at least one of its keys. Without a window and documents there is
+// at most one call. With a window, calls have so few queries that most of their pairs are in it.
 std::vector<AttendedTokens> attended_tokens(const SequenceShards& shards,
                                             const SequenceMask& mask,
                                             int rank,

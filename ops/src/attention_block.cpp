@@ -81,10 +81,10 @@ AttentionResult attend(const at::Tensor& query,
   return result;
 }
 
-void AttentionSum::add(AttentionResult block, std::int64_t first_query) {
+void AttentionSum::add(AttentionResult block, const TokenRange& queries) {
   const auto dtype = block.lse.scalar_type();
-  const auto num_queries = block.out.size(2);
-  if (is_empty() && num_queries == num_queries_) {
+  const bool has_all = queries.size == num_queries_ && block.out.size(0) == num_rows_;
+  if (is_empty() && has_all) {
     out_ = with_tokens_first(block.out.to(dtype));
     lse_ = with_tokens_first(block.lse);
     return;
@@ -92,15 +92,14 @@ void AttentionSum::add(AttentionResult block, std::int64_t first_query) {
   if (is_empty()) {
     const auto& out = block.out;
     const auto options = out.options().dtype(dtype);
-    out_ =
-        at::zeros({out.size(0), num_queries_, out.size(1), out.size(3)}, options).transpose(1, 2);
-    lse_ = at::full({out.size(0), num_queries_, out.size(1)},
+    out_ = at::zeros({num_rows_, num_queries_, out.size(1), out.size(3)}, options).transpose(1, 2);
+    lse_ = at::full({num_rows_, num_queries_, out.size(1)},
                     -std::numeric_limits<double>::infinity(),
                     options)
                .transpose(1, 2);
   }
-  auto out = out_.narrow(2, first_query, num_queries);
-  auto lse = lse_.narrow(2, first_query, num_queries);
+  auto out = queries.of(out_);
+  auto lse = queries.of(lse_);
   const auto new_lse = at::logaddexp(lse, block.lse);
   out.mul_(lse.sub_(new_lse).exp_().unsqueeze(-1));
   out.addcmul_(block.out.to(dtype), block.lse.sub_(new_lse).exp_().unsqueeze(-1));

@@ -13,6 +13,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace weft::ops {
 
@@ -26,20 +27,36 @@ AttentionResult attend(const at::Tensor& query,
                        const at::Tensor& value,
                        const AttentionOptions& options);
 
+// Tokens [begin, begin + size) of all rows of the batch, or of one row.
+struct TokenRange {
+  std::int64_t begin = 0;
+  std::int64_t size = 0;
+  std::optional<std::int64_t> row = {};
+
+  // x [batch, heads, tokens, ...]; returns a view.
+  at::Tensor of(const at::Tensor& x) const {
+    const auto tokens = x.narrow(2, begin, size);
+    return row.has_value() ? tokens.narrow(0, *row, 1) : tokens;
+  }
+};
+
 // The attention to several blocks, computed from their results (Liu et al., "Ring Attention", 2023;
 // Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018).
 class AttentionSum {
  public:
-  explicit AttentionSum(std::int64_t num_queries) : num_queries_(num_queries) {}
+  // `query` has all queries.
+  explicit AttentionSum(const at::Tensor& query)
+      : num_rows_(query.size(0)), num_queries_(query.size(2)) {}
 
-  // Adds a block's result for the queries from `first_query` on.
-  void add(AttentionResult block, std::int64_t first_query);
+  // Adds a block's result for some queries.
+  void add(AttentionResult block, const TokenRange& queries);
   bool is_empty() const { return !out_.defined(); }
   // Returns the attention, with `out` of this dtype. REQUIRES: each query has a result;
   // !is_empty().
   AttentionResult take(at::ScalarType dtype);
 
  private:
+  std::int64_t num_rows_;
   std::int64_t num_queries_;
   at::Tensor out_;  // in the dtype of lse_
   at::Tensor lse_;

@@ -364,7 +364,8 @@ inline constexpr Operator<"weft::ring_attention",
                                  optional<double> scale,
                                  optional<SymInt> sequence_size,
                                  string_view order,
-                                 optional<std::int64_t> window)>
+                                 optional<std::int64_t> window,
+                                 const OptionalTensor& document_offsets)>
     ring_attention;
 inline constexpr Operator<"weft::_ring_attention",
                           tuple<Tensor, Tensor>(const Tensor& query,
@@ -375,7 +376,8 @@ inline constexpr Operator<"weft::_ring_attention",
                                                 optional<double> scale,
                                                 optional<SymInt> sequence_size,
                                                 string_view order,
-                                                optional<std::int64_t> window)>
+                                                optional<std::int64_t> window,
+                                                const OptionalTensor& document_offsets)>
     ring_attention_saving;
 inline constexpr Operator<"weft::_ring_attention_backward",
                           tuple<Tensor, Tensor, Tensor>(const Tensor& grad_out,
@@ -389,7 +391,8 @@ inline constexpr Operator<"weft::_ring_attention_backward",
                                                         optional<double> scale,
                                                         optional<SymInt> sequence_size,
                                                         string_view order,
-                                                        optional<std::int64_t> window)>
+                                                        optional<std::int64_t> window,
+                                                        const OptionalTensor& document_offsets)>
     ring_attention_backward;
 inline constexpr Operator<"weft::ulysses_attention",
                           Tensor(const Tensor& query,

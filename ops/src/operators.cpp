@@ -213,7 +213,8 @@ at::Tensor ring_attention(const at::Tensor& query,
                           std::string_view group_name,
                           const SequenceAttentionOptions& options,
                           std::string_view order,
-                          std::optional<std::int64_t> window) {
+                          std::optional<std::int64_t> window,
+                          const std::optional<at::Tensor>& document_offsets) {
   return dispatch::ring_attention(query,
                                   key,
                                   value,
@@ -222,7 +223,8 @@ at::Tensor ring_attention(const at::Tensor& query,
                                   options.scale,
                                   options.sequence_size,
                                   order,
-                                  window);
+                                  window,
+                                  document_offsets);
 }
 
 at::Tensor ulysses_attention(const at::Tensor& query,

@@ -45,7 +45,7 @@ class Ring {
         shards_(checked_order(kRingAttention, options.order),
                 sequence_size,
                 static_cast<int>(rank_in(group_).num_ranks)),
-        mask_(mask_of(options, sequence_size)),
+        mask_(read_mask(kRingAttention, options.mask, sequence_size)),
         num_blocks_(num_attended_shards(shards_, mask_)) {}
 
   // Calls visit(source, key, value) for the blocks of num_blocks() ranks `source`, this rank's
@@ -103,12 +103,6 @@ class Ring {
   }
 
  private:
-  // A window that excludes no token is none.
-  static SequenceMask mask_of(const RingOptions& options, std::int64_t sequence_size) {
-    const bool has_window = options.window.has_value() && *options.window < sequence_size;
-    return {options.is_causal, has_window ? options.window : std::nullopt};
-  }
-
   PendingExchange start_to_move(const at::Tensor& sent,
                                 const at::Tensor& received,
                                 int distance,
@@ -237,13 +231,7 @@ c10::SymInt checked_ring_arguments(const at::Tensor& query,
                                    const RingOptions& options,
                                    const GroupRank& group_rank) {
   check_attention(kRingAttention, query, key, value);
-  TORCH_CHECK_VALUE(!options.window.has_value() || (*options.window > 0 && options.is_causal),
-                    kRingAttention,
-                    ": got window ",
-                    options.window.value_or(0),
-                    " with is_causal ",
-                    options.is_causal ? "true" : "false",
-                    "; pass the positive number of keys that a query attends to, and is_causal.");
+  check_mask(kRingAttention, query, options.mask);
   const auto order = checked_order(kRingAttention, options.order);
   return checked_sequence_size(
       kRingAttention, order, query, 2, options.sequence_size, group_rank, "query");
@@ -256,14 +244,14 @@ AttentionResult ring_attention_forward(const at::Tensor& query,
   const auto group = resolve_group(kRingAttention, options.group_name);
   const auto sequence_size = checked_ring_arguments(query, key, value, options, rank_in(group));
   check_backend(query, group);
-  AttentionSum sum(query.size(2));
+  AttentionSum sum(query);
   if (!is_empty_on_all_ranks(query)) {
     const Ring ring(group, sequence_size.expect_int(), options);
     ring.for_each_block(
         key, value, [&](int source, const at::Tensor& block_key, const at::Tensor& block_value) {
           for (const auto& [queries, keys, mask] : ring.calls(source)) {
             sum.add(attend(queries.of(query), keys.of(block_key), keys.of(block_value), mask),
-                    queries.begin);
+                    queries);
           }
         });
   }

@@ -3,6 +3,7 @@
 // Attention over a sequence that is sharded over a group, below autograd: see ring_attention.cpp.
 
 #include "attention_block.h"
+#include "attention_mask.h"
 #include "shard_shape.h"
 
 #include <ATen/core/Tensor.h>
@@ -18,11 +19,10 @@ constexpr std::string_view kRingAttention = "weft::ring_attention";
 // The options of a call, as the schema has them.
 struct RingOptions {
   std::string group_name;
-  bool is_causal = false;
+  SequenceMaskArguments mask;
   std::optional<double> scale;
   std::optional<c10::SymInt> sequence_size;
   std::string order;
-  std::optional<std::int64_t> window = {};
 };
 
 // Checks the arguments of a call; returns the number of tokens of the full sequence.

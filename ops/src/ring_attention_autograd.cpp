@@ -20,6 +20,7 @@ namespace weft::ops {
 namespace {
 
 using OptionalScale = std::optional<double>;
+using OptionalTensor = dispatch::OptionalTensor;
 using OptionalInt = std::optional<std::int64_t>;
 using OptionalSize = std::optional<c10::SymInt>;
 using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
@@ -29,8 +30,13 @@ RingOptions options_of(std::string_view group_name,
                        const OptionalScale& scale,
                        const OptionalSize& sequence_size,
                        std::string_view order,
-                       const OptionalInt& window) {
-  return {std::string(group_name), is_causal, scale, sequence_size, std::string(order), window};
+                       const OptionalInt& window,
+                       const OptionalTensor& document_offsets) {
+  return {std::string(group_name),
+          {is_causal, window, document_offsets},
+          scale,
+          sequence_size,
+          std::string(order)};
 }
 
 std::tuple<at::Tensor, at::Tensor> saving_kernel(const at::Tensor& query,
@@ -41,9 +47,13 @@ std::tuple<at::Tensor, at::Tensor> saving_kernel(const at::Tensor& query,
                                                  OptionalScale scale,
                                                  OptionalSize sequence_size,
                                                  std::string_view order,
-                                                 OptionalInt window) {
+                                                 OptionalInt window,
+                                                 const OptionalTensor& document_offsets) {
   auto [out, lse] = ring_attention_forward(
-      query, key, value, options_of(group_name, is_causal, scale, sequence_size, order, window));
+      query,
+      key,
+      value,
+      options_of(group_name, is_causal, scale, sequence_size, order, window, document_offsets));
   return {std::move(out), std::move(lse)};
 }
 
@@ -55,12 +65,14 @@ at::Tensor kernel(const at::Tensor& query,
                   OptionalScale scale,
                   OptionalSize sequence_size,
                   std::string_view order,
-                  OptionalInt window) {
+                  OptionalInt window,
+                  const OptionalTensor& document_offsets) {
   return ring_attention_forward(
              query,
              key,
              value,
-             options_of(group_name, is_causal, scale, sequence_size, order, window))
+             options_of(
+                 group_name, is_causal, scale, sequence_size, order, window, document_offsets))
       .out;
 }
 
@@ -75,14 +87,15 @@ ThreeTensors backward_kernel(const at::Tensor& grad_out,
                              OptionalScale scale,
                              OptionalSize sequence_size,
                              std::string_view order,
-                             OptionalInt window) {
+                             OptionalInt window,
+                             const OptionalTensor& document_offsets) {
   auto gradients = ring_attention_gradients(
       grad_out,
       query,
       key,
       value,
       {out, lse},
-      options_of(group_name, is_causal, scale, sequence_size, order, window));
+      options_of(group_name, is_causal, scale, sequence_size, order, window, document_offsets));
   return {std::move(gradients.query), std::move(gradients.key), std::move(gradients.value)};
 }
 
@@ -97,7 +110,8 @@ class RingAttention : public torch::autograd::Function<RingAttention> {
                             const OptionalScale& scale,
                             const OptionalSize& sequence_size,
                             const std::string& order,
-                            const OptionalInt& window) {
+                            const OptionalInt& window,
+                            const OptionalTensor& document_offsets) {
     auto& saved = ctx->saved_data;
     saved["group_name"] = group_name;
     saved["is_causal"] = is_causal;
@@ -108,9 +122,17 @@ class RingAttention : public torch::autograd::Function<RingAttention> {
     saved["order"] = order;
     saved["window"] = window;
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto [out, lse] = dispatch::ring_attention_saving(
-        query, key, value, group_name, is_causal, scale, sequence_size, order, window);
-    ctx->save_for_backward({query, key, value, out, lse});
+    auto [out, lse] = dispatch::ring_attention_saving(query,
+                                                      key,
+                                                      value,
+                                                      group_name,
+                                                      is_causal,
+                                                      scale,
+                                                      sequence_size,
+                                                      order,
+                                                      window,
+                                                      document_offsets);
+    ctx->save_for_backward({query, key, value, out, lse, document_offsets.value_or(at::Tensor())});
     return out;
   }
 
@@ -131,8 +153,9 @@ class RingAttention : public torch::autograd::Function<RingAttention> {
         saved.at("scale").toOptional<double>(),
         size == saved.end() ? OptionalSize() : OptionalSize(size->second.toSymInt()),
         saved.at("order").toStringRef(),
-        saved.at("window").toOptional<std::int64_t>());
-    variable_list result(9);
+        saved.at("window").toOptional<std::int64_t>(),
+        tensors[5].defined() ? OptionalTensor(tensors[5]) : std::nullopt);
+    variable_list result(10);
     result[0] = std::move(grad_query);
     result[1] = std::move(grad_key);
     result[2] = std::move(grad_value);
@@ -148,11 +171,20 @@ at::Tensor autograd_kernel(const at::Tensor& query,
                            OptionalScale scale,
                            OptionalSize sequence_size,
                            std::string_view order,
-                           OptionalInt window) {
+                           OptionalInt window,
+                           const OptionalTensor& document_offsets) {
   if (!torch::autograd::compute_requires_grad(query, key, value)) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return dispatch::ring_attention(
-        query, key, value, group_name, is_causal, scale, std::move(sequence_size), order, window);
+    return dispatch::ring_attention(query,
+                                    key,
+                                    value,
+                                    group_name,
+                                    is_causal,
+                                    scale,
+                                    std::move(sequence_size),
+                                    order,
+                                    window,
+                                    document_offsets);
   }
   return RingAttention::apply(query,
                               key,
@@ -162,7 +194,8 @@ at::Tensor autograd_kernel(const at::Tensor& query,
                               scale,
                               sequence_size,
                               std::string(order),
-                              window);
+                              window,
+                              document_offsets);
 }
 
 std::tuple<at::Tensor, at::Tensor> saving_meta_kernel(const at::Tensor& query,
@@ -173,12 +206,14 @@ std::tuple<at::Tensor, at::Tensor> saving_meta_kernel(const at::Tensor& query,
                                                       OptionalScale scale,
                                                       OptionalSize sequence_size,
                                                       std::string_view order,
-                                                      OptionalInt window) {
-  checked_ring_arguments(query,
-                         key,
-                         value,
-                         options_of(group_name, is_causal, scale, sequence_size, order, window),
-                         rank_in(kRingAttention, group_name));
+                                                      OptionalInt window,
+                                                      const OptionalTensor& document_offsets) {
+  checked_ring_arguments(
+      query,
+      key,
+      value,
+      options_of(group_name, is_causal, scale, sequence_size, order, window, document_offsets),
+      rank_in(kRingAttention, group_name));
   auto result = empty_attention(query);
   return {std::move(result.out), std::move(result.lse)};
 }
@@ -191,9 +226,18 @@ at::Tensor meta_kernel(const at::Tensor& query,
                        OptionalScale scale,
                        OptionalSize sequence_size,
                        std::string_view order,
-                       OptionalInt window) {
-  return std::get<0>(saving_meta_kernel(
-      query, key, value, group_name, is_causal, scale, std::move(sequence_size), order, window));
+                       OptionalInt window,
+                       const OptionalTensor& document_offsets) {
+  return std::get<0>(saving_meta_kernel(query,
+                                        key,
+                                        value,
+                                        group_name,
+                                        is_causal,
+                                        scale,
+                                        std::move(sequence_size),
+                                        order,
+                                        window,
+                                        document_offsets));
 }
 
 ThreeTensors backward_meta_kernel(const at::Tensor& /*grad_out*/,
@@ -207,7 +251,8 @@ ThreeTensors backward_meta_kernel(const at::Tensor& /*grad_out*/,
                                   OptionalScale /*scale*/,
                                   OptionalSize /*sequence_size*/,
                                   std::string_view /*order*/,
-                                  OptionalInt /*window*/) {
+                                  OptionalInt /*window*/,
+                                  const OptionalTensor& /*document_offsets*/) {
   return {at::empty_symint(query.sym_sizes(), query.options()),
           at::empty_symint(key.sym_sizes(), key.options()),
           at::empty_symint(value.sym_sizes(), value.options())};

@@ -82,7 +82,8 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "ring_attention(Tensor query, Tensor key, Tensor value, *, str group_name, "
          "bool is_causal=False, float? scale=None, SymInt? sequence_size=None, "
-         "str order=\"head_tail\", int? window=None) -> Tensor");
+         "str order=\"head_tail\", int? window=None, "
+         "Tensor? document_offsets=None) -> Tensor");
   define(m,
          "ulysses_attention(Tensor query, Tensor key, Tensor value, *, str group_name, "
          "bool is_causal=False, float? scale=None, SymInt? sequence_size=None) -> Tensor");
@@ -132,12 +133,14 @@ TORCH_LIBRARY(weft, m) {
   // tokens].
   define(m,
          "_ring_attention(Tensor query, Tensor key, Tensor value, str group_name, bool is_causal, "
-         "float? scale, SymInt? sequence_size, str order, int? window) -> (Tensor, Tensor)");
+         "float? scale, SymInt? sequence_size, str order, int? window, "
+         "Tensor? document_offsets) -> (Tensor, Tensor)");
   // (grad_query, grad_key, grad_value)
   define(m,
          "_ring_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
          "Tensor out, Tensor lse, str group_name, bool is_causal, float? scale, "
-         "SymInt? sequence_size, str order, int? window) -> (Tensor, Tensor, Tensor)");
+         "SymInt? sequence_size, str order, int? window, "
+         "Tensor? document_offsets) -> (Tensor, Tensor, Tensor)");
   // (losses, normalizers): see TokenLosses in cross_entropy_math.h.
   define(m,
          "_vocab_cross_entropy(Tensor logits, Tensor target, int vocab_start, str group_name, "

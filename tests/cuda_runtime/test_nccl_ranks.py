@@ -53,6 +53,7 @@ test_sharded_and_replicated_kv_heads = on_nccl(test_attention.test_sharded_and_r
 test_ring_attention_on_two_ranks = on_nccl(test_ring_attention.test_matches_unsharded_attention)
 test_ring_attention_on_four_ranks = on_nccl(test_ring_attention.test_matches_unsharded_attention, num_ranks=4)
 test_windows_of_ring_attention = on_nccl(test_ring_attention.test_window_matches_unsharded_attention, num_ranks=3)
+test_documents_of_ring_attention = on_nccl(test_ring_attention.test_documents_match_unsharded_attention, num_ranks=3)
 test_dtypes_of_ring_attention = on_nccl(test_ring_attention.test_other_dtypes_scales_and_strides, num_ranks=3)
 test_stages_match_full_model = on_nccl(test_pipeline.test_stages_match_full_model)
 test_messages_of_all_dtypes = on_nccl(test_pipeline.test_many_messages_of_all_dtypes_on_two_channels)

@@ -102,7 +102,7 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
         Call(
             "ring_attention",
             (random(1, 2, 6, 3), random(1, 1, 6, 3), random(1, 1, 6, 3)),
-            {"is_causal": True, "window": 2, **group},
+            {"is_causal": True, "window": 2, "document_offsets": torch.tensor([0, 4]), **group},
         ),
     ]
     return calls

@@ -53,6 +53,7 @@ class Reference:
         is_causal: bool,
         scale: float | None = None,
         window: int | None = None,
+        document_offsets: Tensor | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         torch.manual_seed(shape.tokens)
@@ -67,6 +68,10 @@ class Reference:
             mask = mask.tril()
         if window is not None:
             mask = mask.triu(1 - window)
+        if document_offsets is not None:
+            positions = torch.arange(shape.tokens, device="cpu")
+            documents = torch.bucketize(positions, document_offsets.cpu(), right=True).to(mask.device)
+            mask = mask & (documents[:, None] == documents)
         self.out = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=shape.heads != shape.kv_heads
         )

@@ -66,8 +66,10 @@ PRIVATE: dict[str, tuple[object, ...]] = {
     ),
     "_sharded_linear_input_grad": (torch.randn(2, 3, 5), torch.randn(5, 4), ""),
     "_sharded_linear_shard_grad": (torch.randn(2, 3, 5), torch.randn(2, 3, 4), ""),
-    "_ring_attention": (*torch.randn(3, 2, 3, 4, 5), "", True, None, None, "head_tail", 2),
-    "_ring_attention_backward": (*torch.randn(5, 2, 3, 4, 5), torch.randn(2, 3, 4), "", False, 0.5, 4, "contiguous", None),
+    "_ring_attention": (*torch.randn(3, 2, 3, 4, 5), "", True, None, None, "head_tail", 2, None),
+    "_ring_attention_backward": (
+        *torch.randn(5, 2, 3, 4, 5), torch.randn(2, 3, 4), "", False, 0.5, 4, "contiguous", None, torch.tensor([1]),
+    ),
     "_dropout_of_shard": (torch.randn(3, 5), 7, 0.5, 5, 3, 3, 9),
     "_norm": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(5), None, True, 1e-5),
     "_norm_backward": (
@@ -126,7 +128,8 @@ weft::pipeline_flush(str group_name) -> ()
 weft::join(Tensor x, Tensor[] tokens) -> Tensor
 weft::dropout(Tensor x, Tensor seed, *, float p, str group_name, int? dim=None, SymInt? dim_size=None) -> Tensor
 weft::ring_attention(Tensor query, Tensor key, Tensor value, *, str group_name, bool is_causal=False, \
-float? scale=None, SymInt? sequence_size=None, str order="head_tail", int? window=None) -> Tensor
+float? scale=None, SymInt? sequence_size=None, str order="head_tail", int? window=None, \
+Tensor? document_offsets=None) -> Tensor
 weft::ulysses_attention(Tensor query, Tensor key, Tensor value, *, str group_name, bool is_causal=False, \
 float? scale=None, SymInt? sequence_size=None) -> Tensor
 weft::adam_step_(Tensor(a!) parameter, Tensor grad, Tensor(b!) exp_avg, Tensor(c!)? exp_avg_scale, \

@@ -62,6 +62,49 @@ def test_window_matches_unsharded_attention(rank: int, world_size: int) -> None:
                 reference.check(out, local, tokens, TOLERANCE["float64"])
 
 
+# Of 37 tokens and of 1,210: one document, cumulative lengths, empty documents, documents of one token, and padding.
+DOCUMENTS = {37: ([], [0, 37], [9, 9, 20], [*range(12), 30]), 1210: ([0, 500, 1000], [0, 3, 700, 1210])}
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_documents_match_unsharded_attention(rank: int, world_size: int, is_causal: bool) -> None:
+    for shape in SHAPES:
+        for offsets in DOCUMENTS.get(shape.tokens, ()):
+            for window in (None, 6, 300) if is_causal else (None,):
+                options = {"document_offsets": torch.tensor(offsets, dtype=torch.int64), "window": window}
+                reference = Reference(shape, is_causal=is_causal, **options)
+                for order in ORDERS:
+                    tokens = tokens_of(shape.tokens, world_size, rank, order)
+                    local = reference.local(tokens)
+                    out = _ring(local, shape.tokens, is_causal=is_causal, order=order, **options)
+                    reference.check(out, local, tokens, TOLERANCE["float64"])
+
+
+@on_ranks(1, 3)
+def test_rows_have_their_own_documents(rank: int, world_size: int) -> None:
+    offsets = torch.tensor([[0, 4, 9, 24], [0, 1, 23, 24]], dtype=torch.int32)
+    tokens = tokens_of(24, world_size, rank, "head_tail")
+    torch.manual_seed(0)
+    full = {name: torch.randn(2, 2, 24, 4, dtype=torch.float64) for name in ("query", "key", "value")}
+    results = []
+    for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
+        local = {name: tensor[rows][:, :, tokens].requires_grad_() for name, tensor in full.items()}
+        out = _ring(local, 24, is_causal=True, document_offsets=offsets[rows])
+        (out * torch.arange(1.0, 1.0 + len(tokens))[:, None]).sum().backward()
+        results.append([out, *(tensor.grad for tensor in local.values())])
+    for both, first, second in zip(*results, strict=True):
+        torch.testing.assert_close(both, torch.cat([first, second]), rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
+def test_pairs_of_different_documents_are_not_computed(rank: int) -> None:
+    local = {name: torch.randn(1, 1, 16, 4) for name in ("query", "key", "value")}
+    offsets = torch.tensor([4, 20])  # contiguous: of rank 0, 4 and 12 tokens; of rank 1, 4 and 12
+    run = partial(_ring, local, 32, order="contiguous", document_offsets=offsets)
+    assert _computed_pairs(run) == (4 * 4 + 12 * 16 if rank == 0 else 4 * 16 + 12 * 12)
+
+
 def _check_dtypes(rank: int, world_size: int, group: str) -> None:
     shape = SHAPES[1]
     tokens = tokens_of(shape.tokens, world_size, rank, "head_tail")
@@ -112,7 +155,10 @@ def test_pairs_outside_of_the_window_are_not_computed(rank: int) -> None:
     for order in ORDERS:
         for window in (1, 256, 1000):
             run = partial(_ring, local, 4096, is_causal=True, order=order, window=window)
-            pairs, needed = _computed_pairs(run), sum(min(window, token + 1) for token in tokens_of(4096, 4, rank, order))
+            pairs, needed = (
+                _computed_pairs(run),
+                sum(min(window, token + 1) for token in tokens_of(4096, 4, rank, order)),
+            )
             assert needed <= pairs <= needed + 1024 * (max(128, -(-window // 4)) + 2)
     local = {name: tensor[:, :, :8] for name, tensor in local.items()}
     assert _computed_pairs(lambda: _ring(local, 32, is_causal=True, order="contiguous", window=1)) == 8 * 8
@@ -143,7 +189,9 @@ def test_number_and_bytes_of_messages(rank: int, world_size: int) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("window", "num_blocks"), [(1, 0), (2, 1), (9, 1), (10, 2), (17, 2), (18, 3), (31, 3), (32, 3)])
+@pytest.mark.parametrize(
+    ("window", "num_blocks"), [(1, 0), (2, 1), (9, 1), (10, 2), (17, 2), (18, 3), (31, 3), (32, 3)]
+)
 def test_blocks_move_to_the_ranks_whose_windows_contain_them(window: int, num_blocks: int) -> None:
     local = {name: torch.randn(1, 1, 8, 4, requires_grad=True) for name in ("query", "key", "value")}
     block = 2 * 8 * 4 * 4
@@ -237,6 +285,11 @@ def test_errors_are_the_same_on_all_ranks_and_leave_group_usable(rank: int, worl
         call(odd, odd, odd),
         call(x, x, x, window=3),
         call(x, x, x, window=0, is_causal=True),
+        call(x, x, x, document_offsets=torch.ones(3)),
+        call(x, x, x, document_offsets=torch.ones(3, 2, dtype=torch.int64)),
+        call(x, x, x, document_offsets=torch.tensor([3, 2])),
+        call(x, x, x, document_offsets=torch.tensor([[0, 1], [0, 99]])),
+        call(x, x, x, document_offsets=torch.tensor([-1])),
     ]
     assert texts[0].startswith("weft::ring_attention: got query of shape [4, 6, 8]; pass [batch, heads, ")
     assert "got key of shape [2, 4, 4, 8] with query of shape [2, 4, 6, 8]" in texts[1]
@@ -246,6 +299,10 @@ def test_errors_are_the_same_on_all_ranks_and_leave_group_usable(rank: int, worl
     assert "in head_tail order without sequence_size" in texts[7]
     assert "got window 3 with is_causal false; pass the positive number of keys" in texts[8]
     assert "got window 0 with is_causal true; pass the positive number of keys" in texts[9]
+    assert "got document_offsets of dtype Float and shape [3] with query of shape [2, 4, 6, 8]; pass int32" in texts[10]
+    assert "got document_offsets of dtype Long and shape [3, 2] with query of shape" in texts[11]
+    for text, offsets in zip(texts[12:], ("3, 2", "0, 99", "-1"), strict=True):
+        assert f"got document_offsets [{offsets}] for a sequence of {6 * world_size} tokens; pass positions" in text
     of_ranks: list[list[str]] = [[] for _ in range(world_size)]
     dist.all_gather_object(of_ranks, texts)
     assert all(each == texts for each in of_ranks)

@@ -82,18 +82,32 @@ class SequenceAttention(Operator):
             mask = mask.tril()
         if getattr(options, "window", None) is not None:
             mask = mask.triu(1 - options.window)
+        offsets = getattr(values, "document_offsets", None)
+        if offsets is not None:
+            rows = offsets.cpu().expand(query.size(0), offsets.size(-1)).unsqueeze(-1)
+            documents = (rows <= torch.arange(query.size(2))).sum(-2)  # [batch, tokens]
+            mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
         scores = scores.masked_fill(~mask, -math.inf)
         return (scores.softmax(-1) @ value,)
 
 
 class RingAttention(SequenceAttention):
     name = "ring_attention"
-    edge_case_options: ClassVar[EdgeCaseOptions] = {"sequence_size": SIZES, "order": ("striped", "", "contiguous"), "window": (None, -1, 0, 1)}
+    optional = ("document_offsets",)
+    edge_case_options: ClassVar[EdgeCaseOptions] = {
+        "sequence_size": SIZES,
+        "order": ("striped", "", "contiguous"),
+        "window": (None, -1, 0, 1),
+    }
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         values, options = super().draw(draw)
         options["order"] = draw.random.choice(("head_tail", "head_tail", "contiguous"))
         has_window = options["is_causal"] and draw.chance(0.4)
+        batch, _, tokens, _ = values["query"].shape
+        shape = (draw.random.randint(0, 4),) if draw.chance(0.5) else (batch, draw.random.randint(0, 4))
+        offsets = torch.randint(0, tokens + 1, shape, generator=draw.generator).sort().values
+        values["document_offsets"] = offsets if draw.chance(0.4) else None
         options["window"] = draw.random.randint(1, 2 + values["query"].size(2)) if has_window else None
         if options["sequence_size"] is None and values["query"].size(2) % (2 * draw.num_ranks):
             options["sequence_size"] = values["query"].size(2)
@@ -106,6 +120,8 @@ class RingAttention(SequenceAttention):
         yield from super().violations(given, rank_in_group)
         if given.window is not None and (given.window <= 0 or not given.is_causal):
             yield ExpectedError(ValueError, f"got window {given.window} with is_causal ")
+        if given.document_offsets is not None and given.query.dim() == 4:
+            yield from self._document_offsets(given, rank_in_group)
         if given.order not in ("head_tail", "contiguous"):
             yield ExpectedError(ValueError, f"got order '{given.order}'")
         elif given.order == "contiguous" and given.query.dim() == 4:
@@ -114,6 +130,22 @@ class RingAttention(SequenceAttention):
             )
         elif given.query.dim() == 4:
             yield from self._head_tail_size(given, rank_in_group)
+
+    @staticmethod
+    def _document_offsets(given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        offsets, query = given.document_offsets, given.query
+        is_integer = offsets.dtype in (torch.int32, torch.int64)
+        if not is_integer or offsets.dim() not in (1, 2) or (offsets.dim() == 2 and len(offsets) != len(query)):
+            yield ExpectedError(ValueError, "got document_offsets of dtype ")
+            return
+        if offsets.device.type not in ("cpu", query.device.type):
+            yield ExpectedError(ValueError, f"got document_offsets on {offsets.device} with query on ")
+        if offsets.is_meta:
+            return
+        size = query.size(2) * rank_in_group.num_ranks if given.sequence_size is None else given.sequence_size
+        positions = offsets.cpu()
+        if ((positions < 0) | (positions > size)).any() or (positions.diff() < 0).any():
+            yield ExpectedError(ValueError, "got document_offsets [")
 
     @staticmethod
     def _head_tail_size(given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:

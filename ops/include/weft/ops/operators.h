@@ -252,18 +252,22 @@ struct SequenceAttentionOptions {
 // Ring attention. With `order` "head_tail", the sequence is divided into 2n chunks
 // for n ranks, like torch.chunk, and rank r has chunk r and behind it chunk 2n - 1 - r, which
 // balances causal attention; with "contiguous", rank r has chunk r of n. With `window`, a query
-// attends to the key of its token and to those of the window - 1 tokens before it. Communication:
-// each rank sends n - 1 messages with the key and value of one shard forward, and as many backward
-// together with n - 1 messages of their gradients (in float32 for half precision), while it
-// computes. Saves query, key, value, the result and one number per token and head. Further errors:
-// c10::NotImplementedError for CUDA tensors in a group with the backend gloo.
+// attends to the key of its token and to those of the window - 1 tokens before it. With
+// `document_offsets`, int32 or int64, the same on all ranks, a query attends to keys of its
+// document only: the positions in the full sequence at which documents begin, for all rows
+// [documents] or for each row [batch, documents]. Communication: each rank sends n - 1 messages
+// with the key and value of one shard forward, and as many backward together with n - 1 messages of
+// their gradients (in float32 for half precision), while it computes. Saves query, key, value, the
+// result and one number per token and head. Further errors: c10::NotImplementedError for CUDA
+// tensors in a group with the backend gloo.
 WEFT_OPS_API at::Tensor ring_attention(const at::Tensor& query,
                                        const at::Tensor& key,
                                        const at::Tensor& value,
                                        std::string_view group_name,
                                        const SequenceAttentionOptions& options = {},
                                        std::string_view order = "head_tail",
-                                       std::optional<std::int64_t> window = {});
+                                       std::optional<std::int64_t> window = {},
+                                       const std::optional<at::Tensor>& document_offsets = {});
 
 // The same by heads, for "contiguous" shards: the number of ranks must divide heads. Communication:
 // two all-to-alls forward, two backward.

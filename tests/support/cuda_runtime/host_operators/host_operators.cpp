@@ -386,8 +386,8 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
   return self;
 }
 
-// Operators that only allocate or describe memory, that choose a kernel, and those that are registered one by one: copy_
-// here, others in special_operators.cpp.
+// Operators that only allocate or describe memory, that choose a kernel, and those that are
+// registered one by one: copy_ here, others in special_operators.cpp.
 const std::set<std::string>& left_to_torch() {
   static const std::set<std::string> names{"aten::resize_",
                                            "aten::record_stream",
