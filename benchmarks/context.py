@@ -11,6 +11,9 @@ turn in the same processes, several fresh sets of which run one after another:
   public functions support CUDA kernels only; the benchmark calls the private ones with torch's kernel for the CPU, the
   same that weft's ring calls.
 
+With --window W there are two more, with sliding-window attention of W tokens: `one_window` with torch's mask, and
+`ring_window` in "contiguous" order.
+
 Times are medians over the sets of the median sample, `P99` over all samples. `bytes` are those of the tensors that a
 rank's autograd graph keeps between forward and backward, with query, key and value.
 
@@ -36,6 +39,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from weft.ops import ring_attention, shard_sequence, ulysses_attention
 
 NAMES = ("one", "ring", "ulysses", "torch")
+WINDOWED = ("one_window", "ring_window")
 SLOWEST, SLOWEST_AT, SLOWEST_THERE = 1.0, (4, 8192), 2 / 3
 TOLERANCE = 1e-4
 
@@ -64,7 +68,9 @@ class _TorchRing(torch.autograd.Function):
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def candidates(num_tokens: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, tuple[Attention, list[Tensor]]]:
+def candidates(
+    num_tokens: int, heads: int, kv_heads: int, head_dim: int, window: int | None
+) -> dict[str, tuple[Attention, list[Tensor]]]:
     """Return the function of each candidate and its query, key, value and gradient of the result on this rank."""
     group = dist.group.WORLD.group_name
     gloo = dist.new_group(backend="gloo")
@@ -78,20 +84,41 @@ def candidates(num_tokens: int, heads: int, kv_heads: int, head_dim: int) -> dic
     def repeated(x: Tensor) -> Tensor:
         return x.repeat_interleave(repeats, 1) if repeats > 1 else x
 
-    return {
+    found: dict[str, tuple[Attention, list[Tensor]]] = {
         "one": (lambda q, k, v: F.scaled_dot_product_attention(q, repeated(k), repeated(v), is_causal=True), full),
         "ring": (lambda q, k, v: ring_attention(q, k, v, group_name=group, is_causal=True), shards("head_tail")),
         "ulysses": (lambda q, k, v: ulysses_attention(q, k, v, group_name=group, is_causal=True), shards("contiguous")),
         "torch": (lambda q, k, v: _TorchRing.apply(q, repeated(k), repeated(v), gloo), shards("head_tail")),
     }
+    if window is not None:
+        # Tensors of its own, as the gradients are compared.
+        copies = [each.clone() for each in full]
+        mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril_().triu_(1 - window)
+        options: dict[str, Any] = {"is_causal": True, "order": "contiguous", "window": window}
+        found["one_window"] = (
+            lambda q, k, v: F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask),
+            copies,
+        )
+        found["ring_window"] = (
+            lambda q, k, v: ring_attention(q, k, v, group_name=group, **options),
+            shards("contiguous"),
+        )
+    return found
 
 
-def measure(num_tokens: int, heads: int, kv_heads: int, head_dim: int, num_samples: int) -> dict[str, Any]:
-    """Return each candidate's samples in seconds, saved bytes, and difference from `one`; collective."""
+def reference_of(name: str) -> str:
+    """Return the candidate that computes the same in one process."""
+    return "one_window" if name in WINDOWED else "one"
+
+
+def measure(
+    num_tokens: int, heads: int, kv_heads: int, head_dim: int, window: int | None, num_samples: int
+) -> dict[str, Any]:
+    """Return each candidate's samples in seconds, saved bytes, and difference from one process; collective."""
     rows: dict[str, dict[str, Any]] = {}
     steps: dict[str, Callable[[], None]] = {}
     sums: dict[str, list[float]] = {}
-    for name, (attention, (*inputs, grad_out)) in candidates(num_tokens, heads, kv_heads, head_dim).items():
+    for name, (attention, (*inputs, grad_out)) in candidates(num_tokens, heads, kv_heads, head_dim, window).items():
         for each in inputs:
             each.requires_grad_()
 
@@ -114,23 +141,23 @@ def measure(num_tokens: int, heads: int, kv_heads: int, head_dim: int, num_sampl
         out.backward(grad_out)
         # The sums of squares of the result and the gradients do not depend on the order of the tokens.
         values = torch.stack([each.double().square().sum() for each in (out, *(each.grad for each in inputs))])
-        if name != "one":
+        if name != reference_of(name):
             dist.all_reduce(values)
         sums[name] = values.tolist()
         rows[name] = {"saved_bytes": sum(saved.values())}
-        steps[name] = step_alone if name == "one" else step
+        steps[name] = step_alone if name == reference_of(name) else step
     seconds = interleaved_seconds(steps, num_samples=num_samples, calls_per_sample=1, warm_up=1)
     for name, row in rows.items():
-        differences = [abs(a / b - 1) for a, b in zip(sums[name], sums["one"], strict=True)]
+        differences = [abs(a / b - 1) for a, b in zip(sums[name], sums[reference_of(name)], strict=True)]
         row |= {"seconds": seconds[name], "difference": max(differences)}
     return rows
 
 
 def case_of(num_ranks: int, num_tokens: int, args: argparse.Namespace) -> dict[str, Any]:
-    sizes = (num_tokens, args.heads, args.kv_heads, args.head_dim, args.samples)
+    sizes = (num_tokens, args.heads, args.kv_heads, args.head_dim, args.window, args.samples)
     sets = [run_on_ranks(measure, num_ranks, *sizes, backend="cpu:weft") for _ in range(args.sets)]
     results = {}
-    for name in NAMES:
+    for name in NAMES if args.window is None else NAMES + WINDOWED:
         samples = sorted(second for rows in sets for second in rows[name]["seconds"])
         results[name] = {
             "milliseconds": statistics.median(statistics.median(rows[name]["seconds"]) for rows in sets) * 1e3,
@@ -162,13 +189,15 @@ def failures(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def print_table(cases: list[dict[str, Any]]) -> None:
-    print(f"{'ranks':>5} {'tokens':>7}  {'candidate':<9} {'ms':>9} {'P99':>9} {'of one':>7} {'of torch':>8} {'MB':>8}")
+    print(f"{'ranks':>5} {'tokens':>7}  {'candidate':<11} {'ms':>9} {'P99':>9} {'of one':>7} {'of torch':>8} {'MB':>8}")
     for case in cases:
         results = case["results"]
         for name, row in results.items():
-            of_one, of_torch = (row["milliseconds"] / results[other]["milliseconds"] for other in ("one", "torch"))
+            of_one, of_torch = (
+                row["milliseconds"] / results[other]["milliseconds"] for other in (reference_of(name), "torch")
+            )
             times = f"{row['milliseconds']:>9.1f} {row['p99_milliseconds']:>9.1f} {of_one:>7.2f} {of_torch:>8.2f}"
-            sizes = f"{case['num_ranks']:>5} {case['num_tokens']:>7}  {name:<9}"
+            sizes = f"{case['num_ranks']:>5} {case['num_tokens']:>7}  {name:<11}"
             print(f"{sizes} {times} {row['saved_bytes'] / 1e6:>8.2f}")
 
 
@@ -179,6 +208,9 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument(
+        "--window", type=int, help="tokens of sliding-window attention, at most the tokens of a sequence"
+    )
     parser.add_argument("--sets", type=int, default=3, help="fresh sets of processes")
     parser.add_argument("--samples", type=int, default=5, help="samples of a set")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
@@ -186,7 +218,7 @@ def main() -> int:
     args = parser.parse_args()
     cases = [case_of(num_ranks, size, args) for num_ranks in args.ranks for size in args.sequences]
     if args.json:
-        sizes = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "sets", "samples")}
+        sizes = {name: getattr(args, name) for name in ("heads", "kv_heads", "head_dim", "window", "sets", "samples")}
         print(json.dumps({"benchmark": "context", "machine": machine_facts(), **sizes, "cases": cases}, indent=2))
     else:
         print_table(cases)

@@ -62,7 +62,7 @@ def test_window_matches_unsharded_attention(rank: int, world_size: int) -> None:
                 reference.check(out, local, tokens, TOLERANCE["float64"])
 
 
-# Of 37 tokens and of 1,210: one document, cumulative lengths, empty documents, documents of one token, and padding.
+# For 37 tokens and for 1,210: one document, cumulative lengths, empty documents, documents of one token, and padding.
 DOCUMENTS = {37: ([], [0, 37], [9, 9, 20], [*range(12), 30]), 1210: ([0, 500, 1000], [0, 3, 700, 1210])}
 
 
