@@ -86,10 +86,12 @@ def ulysses_attention(
     is_causal: bool = False,
     scale: float | None = None,
     sequence_size: int | None = None,
+    window: int | None = None,
+    document_offsets: Tensor | None = None,
 ) -> Tensor:
     """Return F.scaled_dot_product_attention of a sequence in "contiguous" shards, computed by heads.
 
-    Shapes, `scale` and `sequence_size` are those of `ring_attention`. One all-to-all gives each rank its heads for the
+    Shapes and options are those of `ring_attention`. One all-to-all gives each rank its heads for the
     full sequence, for which it computes torch's attention; a second one returns the shards of all heads. The backward
     has two all-to-alls as well. A key/value head that several ranks attend to is sent to each of them. Saves query, key
     and value of the rank's heads and the result of torch's attention, for the full sequence.
@@ -102,7 +104,15 @@ def ulysses_attention(
     Models" (2023).
     """
     return torch.ops.weft.ulysses_attention(
-        query, key, value, group_name=group_name, is_causal=is_causal, scale=scale, sequence_size=sequence_size
+        query,
+        key,
+        value,
+        group_name=group_name,
+        is_causal=is_causal,
+        scale=scale,
+        sequence_size=sequence_size,
+        window=window,
+        document_offsets=document_offsets,
     )
 
 

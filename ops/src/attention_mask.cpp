@@ -37,6 +37,12 @@ std::vector<DocumentOffsets> read_documents(std::string_view op,
 
 }  // namespace
 
+void check_offsets(std::string_view op,
+                   const at::Tensor& document_offsets,
+                   std::int64_t sequence_size) {
+  read_documents(op, document_offsets, sequence_size);
+}
+
 void check_mask(std::string_view op,
                 const at::Tensor& query,
                 const SequenceMaskArguments& arguments) {

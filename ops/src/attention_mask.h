@@ -31,6 +31,11 @@ struct SequenceMask {
   std::vector<DocumentOffsets> documents = {};
 };
 
+// Errors: ValueError if the values of the offsets are no positions in order.
+void check_offsets(std::string_view op,
+                   const at::Tensor& document_offsets,
+                   std::int64_t sequence_size);
+
 // Checks what is known without the values of the offsets. Errors: ValueError.
 void check_mask(std::string_view op,
                 const at::Tensor& query,

@@ -401,8 +401,14 @@ inline constexpr Operator<"weft::ulysses_attention",
                                  string_view group_name,
                                  bool is_causal,
                                  optional<double> scale,
-                                 optional<SymInt> sequence_size)>
+                                 optional<SymInt> sequence_size,
+                                 optional<std::int64_t> window,
+                                 const OptionalTensor& document_offsets)>
     ulysses_attention;
+inline constexpr Operator<"weft::_check_document_offsets",
+                          void(
+                              const Tensor& document_offsets, SymInt sequence_size, string_view op)>
+    check_document_offsets;
 
 inline constexpr Operator<"weft::adam_step_",
                           void(const Tensor& parameter,

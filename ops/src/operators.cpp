@@ -212,9 +212,7 @@ at::Tensor ring_attention(const at::Tensor& query,
                           const at::Tensor& value,
                           std::string_view group_name,
                           const SequenceAttentionOptions& options,
-                          std::string_view order,
-                          std::optional<std::int64_t> window,
-                          const std::optional<at::Tensor>& document_offsets) {
+                          std::string_view order) {
   return dispatch::ring_attention(query,
                                   key,
                                   value,
@@ -223,8 +221,8 @@ at::Tensor ring_attention(const at::Tensor& query,
                                   options.scale,
                                   options.sequence_size,
                                   order,
-                                  window,
-                                  document_offsets);
+                                  options.window,
+                                  options.document_offsets);
 }
 
 at::Tensor ulysses_attention(const at::Tensor& query,
@@ -232,8 +230,15 @@ at::Tensor ulysses_attention(const at::Tensor& query,
                              const at::Tensor& value,
                              std::string_view group_name,
                              const SequenceAttentionOptions& options) {
-  return dispatch::ulysses_attention(
-      query, key, value, group_name, options.is_causal, options.scale, options.sequence_size);
+  return dispatch::ulysses_attention(query,
+                                     key,
+                                     value,
+                                     group_name,
+                                     options.is_causal,
+                                     options.scale,
+                                     options.sequence_size,
+                                     options.window,
+                                     options.document_offsets);
 }
 
 std::string_view built_for_torch() { return WEFT_TORCH_VERSION; }

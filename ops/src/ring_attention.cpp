@@ -244,9 +244,9 @@ AttentionResult ring_attention_forward(const at::Tensor& query,
   const auto group = resolve_group(kRingAttention, options.group_name);
   const auto sequence_size = checked_ring_arguments(query, key, value, options, rank_in(group));
   check_backend(query, group);
+  const Ring ring(group, sequence_size.expect_int(), options);
   AttentionSum sum(query);
   if (!is_empty_on_all_ranks(query)) {
-    const Ring ring(group, sequence_size.expect_int(), options);
     ring.for_each_block(
         key, value, [&](int source, const at::Tensor& block_key, const at::Tensor& block_value) {
           for (const auto& [queries, keys, mask] : ring.calls(source)) {

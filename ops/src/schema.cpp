@@ -86,7 +86,8 @@ TORCH_LIBRARY(weft, m) {
          "Tensor? document_offsets=None) -> Tensor");
   define(m,
          "ulysses_attention(Tensor query, Tensor key, Tensor value, *, str group_name, "
-         "bool is_causal=False, float? scale=None, SymInt? sequence_size=None) -> Tensor");
+         "bool is_causal=False, float? scale=None, SymInt? sequence_size=None, int? window=None, "
+         "Tensor? document_offsets=None) -> Tensor");
 
   define(m,
          "adam_step_(Tensor(a!) parameter, Tensor grad, Tensor(b!) exp_avg, "
@@ -129,6 +130,10 @@ TORCH_LIBRARY(weft, m) {
          "(Tensor, Tensor, Tensor)");
   define(m, "_sharded_linear_input_grad(Tensor grad_y, Tensor weight, str group_name) -> Tensor");
   define(m, "_sharded_linear_shard_grad(Tensor grad_y, Tensor x, str group_name) -> Tensor");
+  // Raises if the offsets are no positions in the sequence, in the name of the operator `op`.
+  define_effect(m,
+                "_check_document_offsets(Tensor document_offsets, SymInt sequence_size, str op) -> "
+                "()");
   // (out, lse): ring_attention and the logarithms of the sums of exponentials, [batch, heads,
   // tokens].
   define(m,

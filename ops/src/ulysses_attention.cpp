@@ -4,6 +4,7 @@
 // each rank all heads of its shard of the sequence. Made of operators that have gradients and Meta
 // kernels, so it needs neither; torch.compile and torch.export see these operators.
 
+#include "attention_mask.h"
 #include "attention_shape.h"
 #include "dispatch.h"
 #include "group_collectives.h"
@@ -36,8 +37,21 @@ at::Tensor by_rank(const at::Tensor& x, std::int64_t num_ranks) {
 at::Tensor attention_by_heads(const at::Tensor& query,
                               const at::Tensor& key,
                               const at::Tensor& value,
-                              bool is_causal,
+                              const SequenceMaskArguments& mask,
                               std::optional<double> scale) {
+  if (mask.window.has_value() || mask.document_offsets.has_value()) {
+    // On a group of one rank: it computes no pairs that the mask excludes.
+    return dispatch::ring_attention(query,
+                                    key,
+                                    value,
+                                    /*group_name=*/"",
+                                    mask.is_causal,
+                                    scale,
+                                    /*sequence_size=*/{},
+                                    /*order=*/"contiguous",
+                                    mask.window,
+                                    mask.document_offsets);
+  }
   // With fewer key/value heads, torch's kernel for the CPU would materialize the scores.
   const auto num_copies = num_heads(query) / num_heads(key);
   return at::scaled_dot_product_attention(query,
@@ -45,7 +59,7 @@ at::Tensor attention_by_heads(const at::Tensor& query,
                                           repeat_heads(value, num_copies),
                                           /*attn_mask=*/{},
                                           /*dropout_p=*/0.0,
-                                          is_causal,
+                                          mask.is_causal,
                                           scale);
 }
 
@@ -55,12 +69,19 @@ at::Tensor ulysses_attention(const at::Tensor& query,
                              std::string_view group_name,
                              bool is_causal,
                              std::optional<double> scale,
-                             std::optional<c10::SymInt> sequence_size) {
+                             std::optional<c10::SymInt> sequence_size,
+                             std::optional<std::int64_t> window,
+                             const dispatch::OptionalTensor& document_offsets) {
   const auto group_rank = rank_in(kUlysses, group_name);
   const auto num_ranks = group_rank.num_ranks;
   check_attention(kUlysses, query, key, value);
+  const SequenceMaskArguments mask{is_causal, window, document_offsets};
+  check_mask(kUlysses, query, mask);
   const auto full_size =
       gathered_size(kUlysses, query, 2, sequence_size, group_rank, "sequence_size", "query");
+  if (document_offsets.has_value()) {
+    dispatch::check_document_offsets(*document_offsets, full_size, kUlysses);
+  }
   const auto heads = num_heads(query), kv_heads = num_heads(key);
   TORCH_CHECK_VALUE(heads % num_ranks == 0,
                     kUlysses,
@@ -71,7 +92,7 @@ at::Tensor ulysses_attention(const at::Tensor& query,
                     " ranks; pass a multiple of the number of ranks, or use "
                     "weft::ring_attention, which does not divide the heads.");
   if (num_ranks == 1) {
-    return attention_by_heads(query, key, value, is_causal, scale);
+    return attention_by_heads(query, key, value, mask, scale);
   }
   // If the ranks do not divide the key/value heads, each head goes to all ranks that attend to it.
   const auto num_copies = std::lcm(kv_heads, num_ranks) / kv_heads;
@@ -86,13 +107,32 @@ at::Tensor ulysses_attention(const at::Tensor& query,
       attention_by_heads(own_heads.narrow(1, 0, heads_of_rank),
                          own_heads.narrow(1, heads_of_rank, kv_heads_of_rank),
                          own_heads.narrow(1, heads_of_rank + kv_heads_of_rank, kv_heads_of_rank),
-                         is_causal,
+                         mask,
                          scale);
   return dispatch::all_to_all(out, 2, 1, group_name, heads);
 }
 
+void check_offsets_kernel(const at::Tensor& document_offsets,
+                          c10::SymInt sequence_size,
+                          std::string_view op) {
+  check_offsets(op, document_offsets, sequence_size.expect_int());
+}
+
+void check_offsets_meta_kernel(const at::Tensor& /*document_offsets*/,
+                               c10::SymInt /*sequence_size*/,
+                               std::string_view /*op*/) {}
+
 }  // namespace
 
+TORCH_LIBRARY_IMPL(weft, CPU, m) {
+  m.impl("_check_document_offsets", TORCH_FN(check_offsets_kernel));
+}
+TORCH_LIBRARY_IMPL(weft, CUDA, m) {
+  m.impl("_check_document_offsets", TORCH_FN(check_offsets_kernel));
+}
+TORCH_LIBRARY_IMPL(weft, Meta, m) {
+  m.impl("_check_document_offsets", TORCH_FN(check_offsets_meta_kernel));
+}
 TORCH_LIBRARY_IMPL(weft, CompositeImplicitAutograd, m) {
   m.impl("ulysses_attention", TORCH_FN(ulysses_attention));
 }

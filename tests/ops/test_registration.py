@@ -66,6 +66,7 @@ PRIVATE: dict[str, tuple[object, ...]] = {
     ),
     "_sharded_linear_input_grad": (torch.randn(2, 3, 5), torch.randn(5, 4), ""),
     "_sharded_linear_shard_grad": (torch.randn(2, 3, 5), torch.randn(2, 3, 4), ""),
+    "_check_document_offsets": (torch.tensor([0, 4]), 4, "weft::ulysses_attention"),
     "_ring_attention": (*torch.randn(3, 2, 3, 4, 5), "", True, None, None, "head_tail", 2, None),
     "_ring_attention_backward": (
         *torch.randn(5, 2, 3, 4, 5), torch.randn(2, 3, 4), "", False, 0.5, 4, "contiguous", None, torch.tensor([1]),
@@ -131,7 +132,7 @@ weft::ring_attention(Tensor query, Tensor key, Tensor value, *, str group_name, 
 float? scale=None, SymInt? sequence_size=None, str order="head_tail", int? window=None, \
 Tensor? document_offsets=None) -> Tensor
 weft::ulysses_attention(Tensor query, Tensor key, Tensor value, *, str group_name, bool is_causal=False, \
-float? scale=None, SymInt? sequence_size=None) -> Tensor
+float? scale=None, SymInt? sequence_size=None, int? window=None, Tensor? document_offsets=None) -> Tensor
 weft::adam_step_(Tensor(a!) parameter, Tensor grad, Tensor(b!) exp_avg, Tensor(c!)? exp_avg_scale, \
 Tensor(d!) exp_avg_sq, Tensor(e!)? exp_avg_sq_scale, Tensor(f!)? low_bits, *, int step, float lr, float beta1, \
 float beta2, float eps, float weight_decay, bool decoupled_weight_decay, bool maximize, int seed, int row, \

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,6 +40,23 @@ def test_matches_unsharded_attention(rank: int, world_size: int) -> None:
             group = _group() if index else gloo
             options = {"is_causal": is_causal, "scale": 0.4, "sequence_size": shape.tokens}
             out = weft.ops.ulysses_attention(**local, group_name=group, **options)
+            reference.check(out, local, tokens, 1e-10)
+
+
+@on_ranks(1, 2, 3, 4)
+def test_windows_and_documents_match_unsharded_attention(rank: int, world_size: int) -> None:
+    offsets = torch.tensor([0, 5, 20])
+    for shape in SHAPES[:2]:
+        tokens = tokens_of(shape.tokens, world_size, rank, "contiguous")
+        for mask in (
+            {"is_causal": True, "window": 7},
+            {"is_causal": True, "document_offsets": offsets},
+            {"is_causal": False, "document_offsets": offsets},
+            {"is_causal": True, "window": 7, "document_offsets": offsets},
+        ):
+            reference = Reference(shape, **mask)
+            local = reference.local(tokens)
+            out = weft.ops.ulysses_attention(**local, group_name=_group(), sequence_size=shape.tokens, **mask)
             reference.check(out, local, tokens, 1e-10)
 
 
@@ -78,6 +97,11 @@ def test_compile_export_script_and_autocast(rank: int) -> None:
         assert weft.ops.ulysses_attention(*tensors, group_name=_group()).dtype is torch.bfloat16
 
 
+def _check_offsets_out_of_order(x: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"weft::ulysses_attention: got document_offsets \[2, 1\] for a sequence of"):
+        weft.ops.ulysses_attention(x, x, x, group_name=_group(), document_offsets=torch.tensor([2, 1]))
+
+
 @on_ranks(2, 4)
 def test_errors_leave_group_usable(rank: int, world_size: int) -> None:
     x, odd = torch.ones(2, 4, 6, 8), torch.ones(2, 3, 6, 8)
@@ -93,4 +117,7 @@ def test_errors_leave_group_usable(rank: int, world_size: int) -> None:
         weft.ops.ulysses_attention(x, x, x, group_name=_group(), sequence_size=100)
     with pytest.raises(TypeError, match="got key of dtype Double with query of dtype Float"):
         weft.ops.ulysses_attention(x, x.double(), x, group_name=_group())
+    with pytest.raises(ValueError, match="weft::ulysses_attention: got window 2 with is_causal false; pass"):
+        weft.ops.ulysses_attention(x, x, x, group_name=_group(), window=2)
+    collectives_of(partial(_check_offsets_out_of_order, x), expected={})
     torch.testing.assert_close(weft.ops.ulysses_attention(x, x, x, group_name=_group()), x)

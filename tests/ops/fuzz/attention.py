@@ -15,11 +15,13 @@ from ops.fuzz.operator import EdgeCaseOptions, Operator, Options, Values
 from ops.fuzz.rules import ExpectedError, MustMatchAcrossRanks, Violations
 
 INPUTS = ("query", "key", "value")
+WINDOWS = (None, -1, 0, 1)
 
 
 class SequenceAttention(Operator):
     """Attention of query, key and value, whose tokens are sharded."""
 
+    optional = ("document_offsets",)
     multiple_of_ranks = False  # whether the number of query heads must be a multiple of the number of ranks
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
@@ -32,6 +34,11 @@ class SequenceAttention(Operator):
             for name in INPUTS
         }
         options: Options = {"is_causal": draw.chance(0.6), "scale": draw.random.choice((None, 0.5))}
+        shape = (draw.random.randint(0, 4),) if draw.chance(0.5) else (batch, draw.random.randint(0, 4))
+        offsets = torch.randint(0, tokens + 1, shape, generator=draw.generator).sort().values
+        values["document_offsets"] = offsets if draw.chance(0.4) else None
+        has_window = options["is_causal"] and draw.chance(0.4)
+        options["window"] = draw.random.randint(1, 2 + tokens) if has_window else None
         return values, options | {"sequence_size": draw.optional_size(tokens)}
 
     def placement(self, options: Options) -> Placement:
@@ -49,6 +56,10 @@ class SequenceAttention(Operator):
     def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         query = given.query
         yield from rules.floating(query, "query")
+        if given.window is not None and (given.window <= 0 or not given.is_causal):
+            yield ExpectedError(ValueError, f"got window {given.window} with is_causal ")
+        if given.document_offsets is not None and given.query.dim() == 4:
+            yield from self._document_offsets(given, rank_in_group)
         if query.dim() != 4:
             yield ExpectedError(ValueError, "got query of shape ")
         for name in ("key", "value"):
@@ -64,72 +75,6 @@ class SequenceAttention(Operator):
                 yield ExpectedError(ValueError, f"got {heads} query heads with {kv_heads} heads of key")
             if self.multiple_of_ranks and heads % rank_in_group.num_ranks:
                 yield ExpectedError(ValueError, f"got {heads} query heads on {rank_in_group.num_ranks} ranks")
-
-    @staticmethod
-    def _others(tensor: torch.Tensor) -> tuple[int, ...]:
-        return (tensor.size(0), *tensor.shape[2:])
-
-    def reference(
-        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
-    ) -> tuple[Value, ...]:
-        query = values.query
-        copies = query.size(1) // values.key.size(1)
-        key, value = (each.repeat_interleave(copies, 1) for each in (values.key, values.value))
-        scale = 1 / math.sqrt(max(query.size(-1), 1)) if options.scale is None else options.scale
-        scores = query @ key.transpose(2, 3) * scale
-        mask = torch.ones(scores.shape[2:], dtype=torch.bool)
-        if options.is_causal:
-            mask = mask.tril()
-        if getattr(options, "window", None) is not None:
-            mask = mask.triu(1 - options.window)
-        offsets = getattr(values, "document_offsets", None)
-        if offsets is not None:
-            rows = offsets.cpu().expand(query.size(0), offsets.size(-1)).unsqueeze(-1)
-            documents = (rows <= torch.arange(query.size(2))).sum(-2)  # [batch, tokens]
-            mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
-        scores = scores.masked_fill(~mask, -math.inf)
-        return (scores.softmax(-1) @ value,)
-
-
-class RingAttention(SequenceAttention):
-    name = "ring_attention"
-    optional = ("document_offsets",)
-    edge_case_options: ClassVar[EdgeCaseOptions] = {
-        "sequence_size": SIZES,
-        "order": ("striped", "", "contiguous"),
-        "window": (None, -1, 0, 1),
-    }
-
-    def draw(self, draw: Draw) -> tuple[Values, Options]:
-        values, options = super().draw(draw)
-        options["order"] = draw.random.choice(("head_tail", "head_tail", "contiguous"))
-        has_window = options["is_causal"] and draw.chance(0.4)
-        batch, _, tokens, _ = values["query"].shape
-        shape = (draw.random.randint(0, 4),) if draw.chance(0.5) else (batch, draw.random.randint(0, 4))
-        offsets = torch.randint(0, tokens + 1, shape, generator=draw.generator).sort().values
-        values["document_offsets"] = offsets if draw.chance(0.4) else None
-        options["window"] = draw.random.randint(1, 2 + values["query"].size(2)) if has_window else None
-        if options["sequence_size"] is None and values["query"].size(2) % (2 * draw.num_ranks):
-            options["sequence_size"] = values["query"].size(2)
-        return values, options
-
-    def placement(self, options: Options) -> Placement:
-        return HeadTail(2) if options["order"] == "head_tail" else Sharded(2)
-
-    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
-        yield from super().violations(given, rank_in_group)
-        if given.window is not None and (given.window <= 0 or not given.is_causal):
-            yield ExpectedError(ValueError, f"got window {given.window} with is_causal ")
-        if given.document_offsets is not None and given.query.dim() == 4:
-            yield from self._document_offsets(given, rank_in_group)
-        if given.order not in ("head_tail", "contiguous"):
-            yield ExpectedError(ValueError, f"got order '{given.order}'")
-        elif given.order == "contiguous" and given.query.dim() == 4:
-            yield from rules.unsharded_size(
-                given.query, 2, given.sequence_size, rank_in_group, "sequence_size", "query"
-            )
-        elif given.query.dim() == 4:
-            yield from self._head_tail_size(given, rank_in_group)
 
     @staticmethod
     def _document_offsets(given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
@@ -148,6 +93,61 @@ class RingAttention(SequenceAttention):
             yield ExpectedError(ValueError, "got document_offsets [")
 
     @staticmethod
+    def _others(tensor: torch.Tensor) -> tuple[int, ...]:
+        return (tensor.size(0), *tensor.shape[2:])
+
+    def reference(
+        self, values: SimpleNamespace, options: SimpleNamespace, ranks_in_group: list[RankInGroup]
+    ) -> tuple[Value, ...]:
+        query = values.query
+        copies = query.size(1) // values.key.size(1)
+        key, value = (each.repeat_interleave(copies, 1) for each in (values.key, values.value))
+        scale = 1 / math.sqrt(max(query.size(-1), 1)) if options.scale is None else options.scale
+        scores = query @ key.transpose(2, 3) * scale
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool)
+        if options.is_causal:
+            mask = mask.tril()
+        if options.window is not None:
+            mask = mask.triu(1 - options.window)
+        offsets = values.document_offsets
+        if offsets is not None:
+            rows = offsets.cpu().expand(query.size(0), offsets.size(-1)).unsqueeze(-1)
+            documents = (rows <= torch.arange(query.size(2))).sum(-2)  # [batch, tokens]
+            mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+        scores = scores.masked_fill(~mask, -math.inf)
+        return (scores.softmax(-1) @ value,)
+
+
+class RingAttention(SequenceAttention):
+    name = "ring_attention"
+    edge_case_options: ClassVar[EdgeCaseOptions] = {
+        "sequence_size": SIZES,
+        "order": ("striped", "", "contiguous"),
+        "window": WINDOWS,
+    }
+
+    def draw(self, draw: Draw) -> tuple[Values, Options]:
+        values, options = super().draw(draw)
+        options["order"] = draw.random.choice(("head_tail", "head_tail", "contiguous"))
+        if options["sequence_size"] is None and values["query"].size(2) % (2 * draw.num_ranks):
+            options["sequence_size"] = values["query"].size(2)
+        return values, options
+
+    def placement(self, options: Options) -> Placement:
+        return HeadTail(2) if options["order"] == "head_tail" else Sharded(2)
+
+    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        yield from super().violations(given, rank_in_group)
+        if given.order not in ("head_tail", "contiguous"):
+            yield ExpectedError(ValueError, f"got order '{given.order}'")
+        elif given.order == "contiguous" and given.query.dim() == 4:
+            yield from rules.unsharded_size(
+                given.query, 2, given.sequence_size, rank_in_group, "sequence_size", "query"
+            )
+        elif given.query.dim() == 4:
+            yield from self._head_tail_size(given, rank_in_group)
+
+    @staticmethod
     def _head_tail_size(given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         own_size, size = given.query.size(2), given.sequence_size
         if size is None:
@@ -162,7 +162,7 @@ class RingAttention(SequenceAttention):
 class UlyssesAttention(SequenceAttention):
     name = "ulysses_attention"
     multiple_of_ranks = True
-    edge_case_options: ClassVar[EdgeCaseOptions] = {"sequence_size": SIZES}
+    edge_case_options: ClassVar[EdgeCaseOptions] = {"sequence_size": SIZES, "window": WINDOWS}
 
     def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
         yield from super().violations(given, rank_in_group)

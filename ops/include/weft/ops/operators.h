@@ -243,6 +243,13 @@ struct SequenceAttentionOptions {
   bool is_causal = false;            // a query attends to the keys of its token and of those before
   std::optional<double> scale = {};  // of the scores; default: 1 / sqrt(head_dim)
   std::optional<std::int64_t> sequence_size = {};  // full size S
+  // A query attends to the key of its token and to those of the window - 1 tokens before it.
+  // Requires is_causal.
+  std::optional<std::int64_t> window = {};
+  // A query attends to keys of its document only. Offsets are the positions in the full sequence at
+  // which documents begin, in order, int32 or int64, for all rows [documents] or for each row
+  // [batch, documents], the same on all ranks.
+  std::optional<at::Tensor> document_offsets = {};
 };
 
 // torch's scaled_dot_product_attention over a sequence whose tokens are sharded over the group:
@@ -251,23 +258,17 @@ struct SequenceAttentionOptions {
 //
 // Ring attention. With `order` "head_tail", the sequence is divided into 2n chunks
 // for n ranks, like torch.chunk, and rank r has chunk r and behind it chunk 2n - 1 - r, which
-// balances causal attention; with "contiguous", rank r has chunk r of n. With `window`, a query
-// attends to the key of its token and to those of the window - 1 tokens before it. With
-// `document_offsets`, int32 or int64, the same on all ranks, a query attends to keys of its
-// document only: the positions in the full sequence at which documents begin, for all rows
-// [documents] or for each row [batch, documents]. Communication: each rank sends n - 1 messages
-// with the key and value of one shard forward, and as many backward together with n - 1 messages of
-// their gradients (in float32 for half precision), while it computes. Saves query, key, value, the
-// result and one number per token and head. Further errors: c10::NotImplementedError for CUDA
-// tensors in a group with the backend gloo.
+// balances causal attention; with "contiguous", rank r has chunk r of n. Communication: each rank
+// sends n - 1 messages with the key and value of one shard forward, and as many backward together
+// with n - 1 messages of their gradients (in float32 for half precision), while it computes. Saves
+// query, key, value, the result and one number per token and head. Further errors:
+// c10::NotImplementedError for CUDA tensors in a group with the backend gloo.
 WEFT_OPS_API at::Tensor ring_attention(const at::Tensor& query,
                                        const at::Tensor& key,
                                        const at::Tensor& value,
                                        std::string_view group_name,
                                        const SequenceAttentionOptions& options = {},
-                                       std::string_view order = "head_tail",
-                                       std::optional<std::int64_t> window = {},
-                                       const std::optional<at::Tensor>& document_offsets = {});
+                                       std::string_view order = "head_tail");
 
 // The same by heads, for "contiguous" shards: the number of ranks must divide heads. Communication:
 // two all-to-alls forward, two backward.
