@@ -327,19 +327,15 @@ PendingExchange start_exchange(std::string_view op,
   };
   const bool sends = tensors.sent.numel() > 0, receives = tensors.received.numel() > 0;
   const auto device = tensors.sent.device().type();
-  if ((sends || receives) && group->getBackend(device)->supportsCoalescing()) {
+  if (group->getBackend(device)->supportsCoalescing()) {
     // NCCL runs one message between two ranks at a time: two ranks that both send first, or both
-    // receive first, would wait for each other. It uses separate connections for calls outside of
-    // a coalesced batch, so a single message is coalesced too.
+    // receive first, would wait for each other. Empty messages are sent, too, as the first batch
+    // connects all ranks of the group and waits for each of them.
     std::vector<at::Tensor> in_flight{tensors.sent, tensors.received};
     const auto start = [&](bool async_op) {
       CoalescedBatch batch(group, device);
-      if (receives) {
-        receive(async_op);
-      }
-      if (sends) {
-        send(async_op);
-      }
+      receive(async_op);
+      send(async_op);
       return batch.end();
     };
     return {{op, "send and receive", group, std::move(in_flight), /*overlaps=*/true, start}, {}};

@@ -121,8 +121,8 @@ struct ExchangedTensors {
   int tag = 0;
 };
 
-// Starts to send one tensor and to receive another, each unless it is empty. All ranks start their
-// exchanges in the same order. REQUIRES: group is not null.
+// Starts to send one tensor and to receive another. All ranks start their exchanges in the same
+// order, also those of empty tensors. REQUIRES: group is not null.
 PendingExchange start_exchange(std::string_view op,
                                const ExchangedTensors& tensors,
                                const ProcessGroupPtr& group);

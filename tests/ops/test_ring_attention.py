@@ -82,15 +82,17 @@ def test_documents_match_unsharded_attention(rank: int, world_size: int, is_caus
 
 
 @on_ranks(1, 3)
-def test_rows_have_their_own_documents(rank: int, world_size: int) -> None:
-    offsets = torch.tensor([[0, 4, 9, 24], [0, 1, 23, 24]], dtype=torch.int32)
-    tokens = tokens_of(24, world_size, rank, "head_tail")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("first_row", [[0, 4, 9, 24], [0, 24, 24, 24]])
+def test_rows_have_their_own_documents(rank: int, world_size: int, first_row: list[int], order: weft.ops.Order) -> None:
+    offsets = torch.tensor([first_row, [0, 1, 23, 24]], dtype=torch.int32)
+    tokens = tokens_of(24, world_size, rank, order)
     torch.manual_seed(0)
     full = {name: torch.randn(2, 2, 24, 4, dtype=torch.float64) for name in ("query", "key", "value")}
     results = []
     for rows in (slice(0, 2), slice(0, 1), slice(1, 2)):
         local = {name: tensor[rows][:, :, tokens].requires_grad_() for name, tensor in full.items()}
-        out = _ring(local, 24, is_causal=True, document_offsets=offsets[rows])
+        out = _ring(local, 24, is_causal=True, document_offsets=offsets[rows], order=order)
         (out * torch.arange(1.0, 1.0 + len(tokens))[:, None]).sum().backward()
         results.append([out, *(tensor.grad for tensor in local.values())])
     for both, first, second in zip(*results, strict=True):
