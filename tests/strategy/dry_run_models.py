@@ -99,23 +99,29 @@ def images() -> tuple[Tensor, Tensor]:
 class RingBlock(nn.Module):
     """Attention over a sequence whose tokens are sharded over the default group."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None, documents: list[int] | None) -> None:
         super().__init__()
         self.qkv = nn.Linear(64, 4 * 64)
         self.out = nn.Linear(128, 64)
+        self.window = window
+        self.documents = documents
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (16, 16)).transpose(1, 2).split((8, 4, 4), 1)
-        y = weft.ops.ring_attention(query, key, value, group_name=dist.group.WORLD.group_name, is_causal=True)
+        group_name = dist.group.WORLD.group_name
+        mask: dict[str, Any] = {"is_causal": True, "window": self.window}
+        if self.documents is not None:
+            mask["document_offsets"] = torch.tensor(self.documents)
+        y = weft.ops.ring_attention(query, key, value, group_name=group_name, **mask)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
 class RingModel(nn.Module):
     """Blocks of ring attention, with a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int | None = None, documents: list[int] | None = None) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(RingBlock() for _ in range(2))
+        self.blocks = nn.ModuleList(RingBlock(window, documents) for _ in range(2))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         for block in self.blocks:
@@ -124,6 +130,10 @@ class RingModel(nn.Module):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def masked_ring() -> RingModel:
+    return RingModel(window=200, documents=[0, 300, 700])
 
 
 def long_sequence() -> Tensor:
@@ -137,6 +147,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "llama": (llama, tokens),
     "gpt2": (gpt2, tokens),
     "ring": (RingModel, long_sequence),
+    "ring_masked": (masked_ring, long_sequence),
     "resnet18": (ImageModel, images),
     "resnet50": (resnet50, images),
 }

@@ -20,9 +20,9 @@ from weft.strategy.dry_run.staging import GroupStaging
 
 # Predictions equal the counted bytes here, but for a few bytes of step counts; other versions of torch may differ.
 PEAK_BOUND = 0.005
-# In some runs of a model with ring attention, one tensor of the size of a block's input (3 % of the peak) fewer exists
-# at the peak than was predicted; the reason is not known.
-RING_BOUND = 0.035
+# In some runs of a model with ring attention, one tensor of the size of a block's input (3 to 4 % of the peak) fewer
+# exists at the peak than was predicted; the reason is not known.
+RING_TENSOR_BYTES = 2 * 512 * 64 * 4
 Phases = dict[str, dict[str, int]]
 CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
     1: [
@@ -39,6 +39,7 @@ CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
         ("gpt2", "dp2", {"precision": "bf16-mixed", "optimizer_state": "bfloat16", "master_weights": "split"}),
         ("resnet18", "dp2", {"zero_stage": 1}),
         ("ring", "dp2", {}),
+        ("ring_masked", "dp2", {}),
         ("text", "tp2", {"optimizer_in_backward": "rows"}),
         ("text", "tp2", {"accumulate_grad_batches": 2}),
         ("text", "dp2", {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
@@ -68,8 +69,8 @@ def _check(predicted: Phases, actual: Phases, case: str) -> None:
         for category in ("parameters", "optimizer_state"):
             assert predicted[phase][category] == usage[category], (case, phase, category)
     peak, expected = (max(sum(usage.values()) for usage in phases.values()) for phases in (actual, predicted))
-    most_above = RING_BOUND if case.startswith("ring") else PEAK_BOUND
-    assert -PEAK_BOUND * peak <= expected - peak <= most_above * peak, (case, actual, predicted)
+    most_above = PEAK_BOUND * peak + (RING_TENSOR_BYTES if case.startswith("ring") else 0)
+    assert -PEAK_BOUND * peak <= expected - peak <= most_above, (case, actual, predicted)
 
 
 @on_ranks(1, 2, 4, 8, timeout=400)
