@@ -34,20 +34,15 @@ at::Tensor heads_at(const at::Tensor& x, std::int64_t num_kv_heads, std::int64_t
 // of key, one for each query head of a group.
 struct KernelCalls {
   AttentionKernel kernel;
-  std::int64_t count = 1;
+  std::int64_t count;
 };
 
 KernelCalls kernel_calls(const at::Tensor& query,
                          const at::Tensor& key,
                          const at::Tensor& value,
                          const AttentionOptions& options) {
-  const auto kernel = attention_kernel(query, key, value, options);
-  const auto group_size = query.size(1) / key.size(1);
-  if (group_size == 1 || supports_grouped_heads(kernel)) {
-    return {kernel};
-  }
-  const auto of_heads = heads_at(query, key.size(1), 0);
-  return {attention_kernel(of_heads, key, value, options), group_size};
+  const auto kernel = attention_kernel(heads_at(query, key.size(1), 0), key, value, options);
+  return {kernel, supports_grouped_heads(kernel) ? 1 : query.size(1) / key.size(1)};
 }
 
 }  // namespace

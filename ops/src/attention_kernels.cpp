@@ -243,8 +243,7 @@ AttentionKernel attention_kernel(const at::Tensor& query,
                                             /*attn_mask=*/{},
                                             kNoDropout,
                                             options.is_causal,
-                                            options.scale,
-                                            /*enable_gqa=*/query.size(1) != key.size(1));
+                                            options.scale);
   switch (static_cast<at::SDPBackend>(choice)) {
     case at::SDPBackend::flash_attention:
     case at::SDPBackend::cudnn_attention:  // supports no more dtypes and sizes than flash attention

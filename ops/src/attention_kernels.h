@@ -40,7 +40,8 @@ struct AttentionGradients {
 enum class AttentionKernel : std::uint8_t { kCpuFlash, kFlash, kEfficient, kProducts };
 
 // Returns the kernel for these tensors. It depends on their dtypes, sizes and strides, the device
-// and torch's settings (torch.backends.cuda.enable_flash_sdp and others).
+// and torch's settings (torch.backends.cuda.enable_flash_sdp and others). REQUIRES: kv_heads is
+// heads.
 AttentionKernel attention_kernel(const at::Tensor& query,
                                  const at::Tensor& key,
                                  const at::Tensor& value,

@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <exception>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -161,6 +162,27 @@ thread_local bool is_dry_run = false;
 }  // namespace
 
 bool set_dry_run(bool is_on) { return std::exchange(is_dry_run, is_on); }
+
+CoalescedBatch::CoalescedBatch(c10::intrusive_ptr<c10d::Backend> backend)
+    : backend_(std::move(backend)) {
+  backend_->startCoalescing();
+}
+
+CoalescedBatch::~CoalescedBatch() {
+  if (!is_open_) {
+    return;
+  }
+  try {
+    backend_->endCoalescing();
+  } catch (const std::exception&) {
+    // dropped: see the header
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> CoalescedBatch::end() {
+  is_open_ = false;
+  return backend_->endCoalescing();
+}
 
 bool is_traced(const at::Tensor& tensor) {
   if (is_dry_run) {

@@ -72,6 +72,24 @@ class PendingCollective {
   int rank_ = 0;
 };
 
+// A batch of messages that the backend runs at once, when it ends. If an error leaves the batch, it
+// is ended all the same, as later calls of this thread would otherwise join it; an error of that
+// end is dropped for the one that left the batch. REQUIRES: backend->supportsCoalescing().
+class CoalescedBatch {
+ public:
+  explicit CoalescedBatch(c10::intrusive_ptr<c10d::Backend> backend);
+  CoalescedBatch(const CoalescedBatch&) = delete;
+  CoalescedBatch& operator=(const CoalescedBatch&) = delete;
+  ~CoalescedBatch();
+
+  // Ends the batch. Call it once.
+  c10::intrusive_ptr<c10d::Work> end();
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> backend_;
+  bool is_open_ = true;
+};
+
 // Starts all_reduce_from_writer. Wait for the second result before reading the first. `overlaps`:
 // see PendingCollective.
 std::pair<at::Tensor, PendingCollective> start_all_reduce_from_writer(

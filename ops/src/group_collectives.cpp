@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <exception>
 #include <string>
 #include <utility>
 #include <vector>
@@ -22,36 +21,6 @@ std::int64_t max_shard_size_of(std::int64_t size, const ProcessGroupPtr& group) 
 std::int64_t size_on(std::int64_t size, int rank, const ProcessGroupPtr& group) {
   return shard_size(size, {group->getSize(), rank}).expect_int();
 }
-
-// A batch of messages that the backend runs at once. A batch that an error leaves is ended, as
-// later calls of this thread would otherwise join it.
-class CoalescedBatch {
- public:
-  CoalescedBatch(const ProcessGroupPtr& group, c10::DeviceType device)
-      : backend_(group->getBackend(device)) {
-    backend_->startCoalescing();
-  }
-  CoalescedBatch(const CoalescedBatch&) = delete;
-  CoalescedBatch& operator=(const CoalescedBatch&) = delete;
-  ~CoalescedBatch() {
-    if (is_open_) {
-      try {
-        backend_->endCoalescing();
-      } catch (const std::exception&) {
-        // the caller raises the error that left the batch
-      }
-    }
-  }
-
-  c10::intrusive_ptr<c10d::Work> end() {
-    is_open_ = false;
-    return backend_->endCoalescing();
-  }
-
- private:
-  c10::intrusive_ptr<c10d::Backend> backend_;
-  bool is_open_ = true;
-};
 
 // Whether all shards have `max_size` entries.
 bool is_even(std::int64_t dim_size, std::int64_t max_size, const ProcessGroupPtr& group) {
@@ -327,13 +296,13 @@ PendingExchange start_exchange(std::string_view op,
   };
   const bool sends = tensors.sent.numel() > 0, receives = tensors.received.numel() > 0;
   const auto device = tensors.sent.device().type();
-  if (group->getBackend(device)->supportsCoalescing()) {
+  if (const auto backend = group->getBackend(device); backend->supportsCoalescing()) {
     // NCCL runs one message between two ranks at a time: two ranks that both send first, or both
     // receive first, would wait for each other. Empty messages are sent, too, as the first batch
     // connects all ranks of the group and waits for each of them.
     std::vector<at::Tensor> in_flight{tensors.sent, tensors.received};
     const auto start = [&](bool async_op) {
-      CoalescedBatch batch(group, device);
+      CoalescedBatch batch(backend);
       receive(async_op);
       send(async_op);
       return batch.end();

@@ -60,15 +60,6 @@ std::string text_of_current_exception() {
   }
 }
 
-// Ends the coalesced batch after an error. The caller raises that error, not an error of
-// endCoalescing().
-void end_quietly(c10d::Backend& backend) {
-  try {
-    backend.endCoalescing();
-  } catch (const std::exception&) {
-  }
-}
-
 // Raises if an earlier message failed.
 void raise_if_failed(const PipelineLink::Context& context,
                      const std::optional<std::string>& failure) {
@@ -288,14 +279,9 @@ PipelineLink::Pending PipelineLink::transfer(const Context& context,
   // coalesced too.
   if (!byte_views.empty() && backend->supportsCoalescing()) {
     pending.emplace_back(context.op, context.what, group, byte_views, true, [&](bool /*async_op*/) {
-      backend->startCoalescing();
-      try {
-        std::ranges::for_each(byte_views, start);
-      } catch (...) {
-        end_quietly(*backend);  // otherwise later calls on this thread would join the batch
-        throw;
-      }
-      return backend->endCoalescing();
+      CoalescedBatch batch(backend);
+      std::ranges::for_each(byte_views, start);
+      return batch.end();
     });
     return pending;
   }

@@ -256,13 +256,14 @@ struct SequenceAttentionOptions {
 // query [batch, heads, s, head_dim], key and value [batch, kv_heads, s, head_dim], where kv_heads
 // divides heads -> [batch, heads, s, head_dim].
 //
-// Ring attention. With `order` "head_tail", the sequence is divided into 2n chunks
-// for n ranks, like torch.chunk, and rank r has chunk r and behind it chunk 2n - 1 - r, which
-// balances causal attention; with "contiguous", rank r has chunk r of n. Communication: each rank
-// sends n - 1 messages with the key and value of one shard forward, and as many backward together
-// with n - 1 messages of their gradients (in float32 for half precision), while it computes. Saves
-// query, key, value, the result and one number per token and head. Further errors:
-// c10::NotImplementedError for CUDA tensors in a group with the backend gloo.
+// Ring attention. With `order` "head_tail", the sequence is divided into 2n chunks for n ranks,
+// like torch.chunk, and rank r has chunk r and behind it chunk 2n - 1 - r, which balances causal
+// attention; with "contiguous", rank r has chunk r of n. Communication: each rank sends n - 1
+// messages (with a window and "contiguous" shards, fewer) with the key and value of one shard
+// forward, and as many backward together with as many messages of their gradients (in float32 for
+// half precision), while it computes. Saves query, key, value, the result and one number per token
+// and head. Further errors: c10::NotImplementedError for CUDA tensors in a group with the backend
+// gloo.
 WEFT_OPS_API at::Tensor ring_attention(const at::Tensor& query,
                                        const at::Tensor& key,
                                        const at::Tensor& value,
