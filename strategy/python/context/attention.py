@@ -1,0 +1,95 @@
+"""The rule of F.scaled_dot_product_attention: ring or Ulysses attention, or the keys and values of all tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.strategy.context.layout import Place
+from weft.strategy.context.products import dropout_mask
+from weft.strategy.context.sharded_sequence import GATHER, ShardedSequence, rule, shard, wrap
+
+Attention = Literal["ring", "ulysses"]
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+@rule(F.scaled_dot_product_attention)
+def _attention(func: Any, args: Any, kwargs: Any) -> Any:
+    named: dict[str, Any] = dict(zip(_NAMES, args, strict=False)) | kwargs
+    query, key, value = (named[name] for name in _NAMES[:3])
+    if not isinstance(query, ShardedSequence) or query.place.dim != query.dim() - 2 or query.place.is_joined:
+        return GATHER
+    alike = all(isinstance(each, ShardedSequence) and each.place == query.place for each in (key, value))
+    has_mask, p = named.get("attn_mask") is not None, named.get("dropout_p", 0.0)
+    is_usual = alike and not has_mask and not p and query.dim() == 4 and query.place.layout.order is not None
+    if is_usual:
+        return _sharded(query, key, value, bool(named.get("is_causal")), named.get("scale"))
+    return _with_all_keys(query, named)
+
+
+def _sharded(query: Any, key: Any, value: Any, is_causal: bool, scale: float | None) -> Any:
+    layout = query.place.layout
+    options = {
+        "group_name": layout.group_name,
+        "is_causal": is_causal,
+        "scale": scale,
+        "sequence_size": layout.size,
+    }
+    # Of different head sizes, the operators support none: a smaller one is padded by zeros, which add nothing.
+    locals_ = query.local, key.local, value.local
+    sizes = [each.shape[-1] for each in locals_]
+    if len(set(sizes)) > 1:
+        options["scale"] = scale if scale is not None else 1 / math.sqrt(sizes[0])
+        locals_ = tuple(F.pad(each, (0, max(sizes) - each.shape[-1])) for each in locals_)
+    if layout.order == "contiguous":
+        out = torch.ops.weft.ulysses_attention(*locals_, **options)
+    else:
+        out = torch.ops.weft.ring_attention(*locals_, **options, order=layout.order)
+    return wrap(out[..., : sizes[2]], query.place)
+
+
+def _with_all_keys(query: ShardedSequence, named: dict[str, Any]) -> Any:
+    """Compute this rank's queries with all keys and values, for masks, dropout and slices of sequences."""
+    key, value = (each.full() if isinstance(each, ShardedSequence) else each for each in (named["key"], named["value"]))
+    mask, place = named.get("attn_mask"), query.place
+    if mask is not None:
+        rows = place.at(mask.dim() - 2)
+        if isinstance(mask, ShardedSequence):
+            mask = mask.local if mask.place == rows else mask.full()
+        if not isinstance(named["attn_mask"], ShardedSequence) or mask is not named["attn_mask"].local:
+            mask = mask if mask.shape[-2] == 1 else shard(mask, rows)
+    if named.get("is_causal"):
+        own = place.layout.positions(query.device)
+        causal = own[:, None] >= torch.arange(key.shape[-2], device=query.device)
+        mask = (
+            causal
+            if mask is None
+            else mask & causal
+            if mask.dtype == torch.bool
+            else mask.masked_fill(~causal, -math.inf)
+        )
+    p = named.get("dropout_p", 0.0)
+    options = {name: named[name] for name in ("scale", "enable_gqa") if name in named}
+    if not p:
+        return wrap(F.scaled_dot_product_attention(query.local, key, value, attn_mask=mask, **options), place)
+    return wrap(_with_dropout(query.local, key, value, mask, place, p, options), place)
+
+
+def _with_dropout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, place: Place, p: float, options: dict[str, Any]
+) -> Tensor:
+    """Compute attention with dropout of the scores, whose mask follows from the positions of the queries."""
+    num_heads = query.shape[-3]
+    if options.get("enable_gqa"):
+        key, value = (each.repeat_interleave(num_heads // each.shape[-3], -3) for each in (key, value))
+    scale = options.get("scale")
+    scores = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    seed = int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device=torch.device("cpu")))
+    return (weights * dropout_mask(weights, place.at(weights.dim() - 2), p, seed)) @ value

@@ -1,0 +1,104 @@
+"""Makes a module compute on a shard of the sequence: the tokens are sharded where its embeddings read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from weft.strategy.context.attention import Attention
+from weft.strategy.context.layout import Order, Place, layout_of, place_of
+from weft.strategy.context.sharded_sequence import ShardedSequence, shard
+
+_MARK = "_weft_context"
+ORDERS: dict[Attention, Order] = {"ring": "head_tail", "ulysses": "contiguous"}
+
+
+class Context:
+    """The context-parallel group of a model, and the length of the sequence that it reads."""
+
+    def __init__(self, group: dist.ProcessGroup, attention: Attention) -> None:
+        self.group_name = group.group_name
+        self.num_ranks, self.rank = group.size(), group.rank()
+        self.order = ORDERS[attention]
+        self._length: int | None = None
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """Return a full tensor, equal on all ranks, as a sharded sequence with its tokens at `dim`."""
+        place = place_of(layout_of(x.shape[dim], self.group_name, self.num_ranks, self.rank, self.order), dim % x.dim())
+        return ShardedSequence(shard(x, place), place)
+
+    def shard_ids(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Shard the ids `[..., tokens]` that an embedding gets, or positions `[tokens]` of that sequence."""
+        ids = args[0] if args else None
+        if type(ids) is not Tensor or ids.dim() == 0 or ids.shape[-1] < 2 or torch.compiler.is_compiling():
+            return None
+        if ids.dim() == 1 and ids.shape[0] != self._length:
+            return None
+        self._length = ids.shape[-1]
+        return (self.shard(ids, -1), *args[1:])
+
+
+def parallelize_context(module: nn.Module, group: dist.ProcessGroup, *, attention: Attention = "ring") -> None:
+    """Make a module compute on a shard of the sequence, in place.
+
+    All ranks of the group call the module with the same batch. Each embedding (nn.Embedding) computes this rank's part
+    of the ids `[..., tokens]` that it gets, and what is computed from its result is a `ShardedSequence`, down to the
+    loss, which is a plain number again, equal on all ranks.
+
+    Args:
+        module: has an nn.Embedding; may be parallelized by a plan.
+        group: the context-parallel group; a group of one rank changes nothing.
+        attention: how F.scaled_dot_product_attention is computed: "ring" or "ulysses" attention, see `weft.ops`.
+
+    Raises:
+        ValueError: `attention` has another value, or the module has no embedding.
+    """
+    if attention not in ORDERS:
+        raise ValueError(f"parallelize_context got attention={attention!r}; pass 'ring' or 'ulysses'.")
+    if group.size() == 1:
+        return
+    embeddings = [each for each in module.modules() if isinstance(each, nn.Embedding)]
+    if not embeddings:
+        raise ValueError(
+            f"parallelize_context got a {type(module).__name__} without an nn.Embedding, where the sequence of tokens "
+            "begins; leave context parallelism out."
+        )
+    context = Context(group, attention)
+    for each in embeddings:
+        if _MARK not in each.__dict__:
+            each.__dict__[_MARK] = context
+            each.register_forward_pre_hook(context.shard_ids)
+
+
+def carry_through_fsdp(module: nn.Module) -> None:
+    """Let sharded sequences pass FSDP2's autograd functions, which see the shards; after FSDP2 is applied."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule) and _MARK not in each.__dict__:
+            carrier = _Carrier()
+            each.__dict__[_MARK] = carrier
+            each.register_forward_pre_hook(carrier.unwrap, prepend=True, with_kwargs=True)
+            each.register_forward_pre_hook(carrier.wrap, with_kwargs=True)
+
+
+class _Carrier:
+    """The places of the sequences among the arguments of a module, while FSDP2's hooks run."""
+
+    def __init__(self) -> None:
+        self._calls: list[dict[int, Place]] = []
+
+    def unwrap(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        self._calls.append({i: each.place for i, each in enumerate(leaves) if isinstance(each, ShardedSequence)})
+        return tree_unflatten([each.local if isinstance(each, ShardedSequence) else each for each in leaves], spec)
+
+    def wrap(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        places = self._calls.pop()
+        leaves, spec = tree_flatten((args, kwargs))
+        for i, place in places.items():
+            leaves[i] = ShardedSequence(leaves[i], place)
+        return tree_unflatten(leaves, spec)

@@ -1,0 +1,276 @@
+"""A tensor that code reads as the full tensor, while each rank holds the shard of its tokens.
+
+`ShardedSequence` has the full tensor's shape. `__torch_function__` looks for a rule of the function that is called,
+which computes with the shards; without a rule, or where it does not apply, the full tensors are gathered. Results are
+those of one device either way, and so a model needs no change: positions, masks and the shift between inputs and
+targets are those of the full sequence.
+
+Gradients: autograd sees only the shards and the collectives between them, each of which has the backward of what it
+does (an all-gather has a reduce-scatter, a sum over the ranks a sum over the ranks). Every rank computes the same loss,
+so the ranks together differentiate its sum over the ranks, and each rank's gradient of a parameter is a part of that
+sum. The mean over the ranks, as data parallelism computes it, is the gradient of the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from weft.strategy.context.layout import Place
+
+Rule = Callable[..., Any]
+GATHER = object()  # the result of a rule that does not apply
+
+_RULES: dict[Any, Rule] = {}
+_RULES_BY_NAME: list[Callable[[str], Rule | None]] = []
+_DECORATORS = ("__get__", "__set__", "__delete__")
+
+
+def rule(*functions: Any) -> Callable[[Rule], Rule]:
+    """Register a rule: a function (func, args, kwargs) that returns the result of func(*args, **kwargs), or GATHER."""
+
+    def register(made: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(functions, made))
+        return made
+
+    return register
+
+
+def rules_by_name(find: Callable[[str], Rule | None]) -> Callable[[str], Rule | None]:
+    """Register a function that finds the rule of a function without one by its name."""
+    _RULES_BY_NAME.append(find)
+    return find
+
+
+@functools.cache
+def _rule_of(func: Any) -> Rule | None:
+    if func in _RULES:
+        return _RULES[func]
+    name = getattr(func, "__name__", "")
+    if name in _DECORATORS:
+        return None
+    return next((found for find in _RULES_BY_NAME if (found := find(name)) is not None), None)
+
+
+class ShardedSequence(Tensor):
+    """A tensor whose tokens are sharded over a context-parallel group; see the module's docstring.
+
+    Attributes:
+        place: the tokens that this rank has, and their dim.
+        is_watched: whether a backward that reaches the sequence itself raises; see `_watch_autograd_functions`.
+    """
+
+    _local: Tensor
+    place: Place
+    is_watched: bool
+
+    @staticmethod
+    def __new__(cls, local: Tensor, place: Place) -> ShardedSequence:
+        made: ShardedSequence = Tensor._make_wrapper_subclass(
+            cls, place.full_shape(local), dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
+        made._local, made.place, made.is_watched = local, place, False
+        return made
+
+    @property
+    def local(self) -> Tensor:
+        """Return this rank's shard, a plain tensor with the graph.
+
+        Raises:
+            ValueError: an autograd function has returned this sequence, whose graph the shard does not have.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if not self.is_leaf:
+                raise ValueError(_THROUGH_A_FUNCTION)
+        return self._local
+
+    def full(self) -> Tensor:
+        """Return the full tensor, plain, on every rank; collective. The backward reduce-scatters the gradient."""
+        return gather(self.local, self.place)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # mypy ignores keywords of special methods
+        return f"ShardedSequence({list(self.shape)}, {self.dtype}, {self.place})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled():
+            _watch_autograd_functions(args)
+        found = _rule_of(func)
+        if found is not None:
+            result = found(func, args, kwargs)
+            if result is not GATHER:
+                return result
+        return _on_full(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares a function of C
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise TypeError(
+            f"{func} got a sequence that is sharded over context-parallel ranks below autograd, where it cannot be "
+            "gathered, as in an autograd function or with a backward hook of a module; leave these out."
+        )
+
+
+def _watch_autograd_functions(args: tuple[Any, ...]) -> None:
+    """Let a later backward raise if these arguments are those of a torch.autograd.Function.
+
+    The graph of an autograd function begins at the sequence itself, which is in no other graph; that function computes
+    without recording, as other code may do, too.
+    """
+    for each in args:
+        if isinstance(each, ShardedSequence) and each.local.requires_grad and not each.is_watched:
+            each.is_watched = True
+            with torch._C.DisableTorchFunctionSubclass():
+                each.register_hook(_raise_in_backward)
+
+
+def _raise_in_backward(gradient: Tensor) -> None:
+    raise ValueError(_THROUGH_A_FUNCTION)
+
+
+_THROUGH_A_FUNCTION = (
+    "a sequence that is sharded over context-parallel ranks went through a torch.autograd.Function, such as a "
+    "reentrant checkpoint or a backward hook of a module, which loses its gradient; replace it by functions of torch "
+    "(a checkpoint with use_reentrant=False), or leave out context parallelism."
+)
+
+
+def redistributed(x: ShardedSequence, place: Place) -> Tensor:
+    """Return the shard at another place of a sharded sequence, which is gathered; collective."""
+    if x.place == place:
+        return x.local
+    _warn_gathers("an operation of sequences whose tokens are on different ranks")
+    return shard(x.full(), place)
+
+
+def _on_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function with full tensors, which are gathered."""
+    name = getattr(func, "__name__", str(func))
+    changes = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
+    changed = tree_leaves((args[:1] if changes else (), kwargs.get("out")))
+    if any(isinstance(each, ShardedSequence) for each in changed):
+        # Not a TypeError: Python would replace `x += y` by `x = x + y`, which other references to x do not see.
+        raise ValueError(
+            f"{name} would change a sequence that is sharded over context-parallel ranks in place, which only "
+            "elementwise functions support; compute a new tensor."
+        )
+    _warn_gathers(name)
+    args, kwargs = tree_map_only(ShardedSequence, ShardedSequence.full, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+_READS = {
+    "item",
+    "tolist",
+    "numpy",
+    "backward",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__format__",
+    "__repr__",
+    "__array__",
+}
+
+
+@functools.cache
+def _warn_gathers(name: str) -> None:
+    """Warn once for each function that it needs all tokens."""
+    if name not in _READS:
+        warnings.warn(
+            f"weft gathers all tokens on every context-parallel rank for {name}, which has no sharded form; its "
+            "result, and what is computed from it, is replicated.",
+            stacklevel=4,
+        )
+
+
+def wrap(result: Any, place: Place) -> Any:
+    """Return a shard, or the shards in a tuple or list, as a sharded sequence."""
+    if isinstance(result, Tensor):
+        return ShardedSequence(result, place)
+    if isinstance(result, (tuple, list)):
+        return type(result)([wrap(each, place) for each in result])
+    return result
+
+
+def num_ranks_and_rank(place: Place) -> tuple[int, int]:
+    return len(place.layout.intervals), place.layout.rank
+
+
+# ---- between shards and full tensors -----------------------------------------------------------------------
+
+
+def gather(local: Tensor, place: Place) -> Tensor:
+    """Return the full tensor of a shard, on every rank; the backward reduce-scatters the gradient. Collective."""
+    layout, dim = place.layout, place.dim
+    before, after = list(local.shape[:dim]), list(local.shape[dim + 1 :])
+    x = local.reshape(*before, place.outer, layout.own_length, place.inner, *after)
+    token_dim = dim + 1
+    longest = max(layout.lengths)
+    if layout.own_length < longest:
+        padding = list(x.shape)
+        padding[token_dim] = longest - layout.own_length
+        x = torch.cat([x, x.new_zeros(padding)], token_dim)
+    is_bool = x.dtype == torch.bool
+    x = torch.ops.weft.gather_from_sequence(x.to(torch.uint8) if is_bool else x, token_dim, layout.group_name)
+    rows = layout.gathered_rows(x.device)
+    x = x if rows is None else x.index_select(token_dim, rows)
+    return (x.bool() if is_bool else x).reshape(*before, place.full_size, *after)
+
+
+def shard(full: Tensor, place: Place) -> Tensor:
+    """Return this rank's shard of a tensor that is equal on all ranks, without communication."""
+    if full.requires_grad or full.is_inference():
+        return _shard(full, place)
+    # Tables of positions and masks are used by each layer: a shard that is a copy is kept as long as the tensor.
+    base = full if full._base is None else full._base
+    key = (place, full.storage_offset(), full.shape, full.stride(), full.dtype, full._version)
+    shards = _shards.get(base, {})
+    if key in shards:
+        kept: Tensor = shards[key]
+        return kept
+    made = _shard(full, place)
+    if made._base is None and made is not full:  # a view would keep its base, and with it the entry
+        _shards.setdefault(base, {})[key] = made
+    return made
+
+
+_shards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _shard(full: Tensor, place: Place) -> Tensor:
+    layout, dim = place.layout, place.dim
+    if not place.is_joined:
+        return _tokens(full, dim, place)
+    before, after = list(full.shape[:dim]), list(full.shape[dim + 1 :])
+    x = _tokens(full.reshape(*before, place.outer, layout.size, place.inner, *after), dim + 1, place)
+    return x.reshape(*before, place.own_size, *after)
+
+
+def _tokens(full: Tensor, dim: int, place: Place) -> Tensor:
+    pieces = [full.narrow(dim, start, stop - start) for start, stop in place.layout.own]
+    if not pieces:
+        return full.narrow(dim, 0, 0)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def sum_over_ranks(x: Tensor, place: Place) -> Tensor:
+    """Return the sum of the ranks' tensors, plain, on every rank; the backward sums gradients. Collective."""
+    group_name = place.layout.group_name
+    return torch.ops.weft.copy_to_group(torch.ops.weft.reduce_from_group(x, group_name), group_name)
+
+
+def full_sequences(value: Any) -> Any:
+    """Replace the sharded sequences in a value by full tensors; collective if there are any."""
+    return tree_map_only(ShardedSequence, ShardedSequence.full, value)

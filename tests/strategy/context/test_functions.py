@@ -1,0 +1,178 @@
+"""Functions of sharded sequences, compared with the same functions of full tensors; counts of the communications."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from support.ranks import run_on_ranks
+from weft.strategy.context.entry import Context
+from weft.strategy.context.sharded_sequence import ShardedSequence, full_sequences
+
+SHAPE = (2, 11, 4)  # batch, tokens, features; the tokens do not divide by the ranks
+WEIGHT = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+MASK = torch.arange(11) % 3 == 0
+TARGET = torch.arange(22).reshape(2, 11) % 4
+TARGET_IGNORED = TARGET.masked_fill(TARGET == 1, -100)
+POSITIONS = torch.arange(11, dtype=torch.float64)[:, None] / 7
+CLASS_WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64)
+
+
+def _in_place(x: Tensor) -> Tensor:
+    y = x * 1
+    y += POSITIONS
+    y.mul_(x)
+    return y.masked_fill_(MASK[:, None], 0.5)
+
+
+def _heads(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y = torch.stack([x, x * 2, x.sin()], 2)  # [batch, tokens, 3, features]
+    q, k, v = y.view(x.size(0), x.size(1), 3, 2, x.size(2) // 2).permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
+def _manual_attention(x: Tensor) -> Tensor:
+    q, k, v = _heads(x)
+    tokens = x.size(1)
+    scores = (q @ k.transpose(-2, -1)) / 2**0.5
+    scores = scores.masked_fill(torch.ones(tokens, tokens).tril().logical_not(), float("-inf"))
+    return (scores.softmax(dim=-1) @ v).transpose(1, 2).contiguous().view(x.shape)
+
+
+# function, whether it may gather full sequences
+CASES: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
+    "arithmetic": (lambda x: (1 - x) * x / (x * x + 2) - x**2, False),
+    "activations": (lambda x: F.gelu(x) + F.silu(x) + x.relu() + torch.tanh(x) + x.sigmoid(), False),
+    "bias": (lambda x: x + torch.arange(4.0, dtype=x.dtype), False),
+    "positions": (lambda x: x + POSITIONS, False),
+    "positions_of_batch": (lambda x: POSITIONS.expand(2, 11, 4) * x, False),
+    "in_place": (_in_place, False),
+    "where": (lambda x: torch.where(x > 0, x, POSITIONS), False),
+    "cast": (lambda x: x.float().to(torch.float64) + x.to(x), False),
+    "linear": (lambda x: F.linear(x, WEIGHT), False),
+    "matmul": (lambda x: x @ WEIGHT.t(), False),
+    "addmm": (lambda x: torch.addmm(WEIGHT[:, 0], x.view(-1, 4), WEIGHT.t()).view(2, 11, 6), False),
+    "einsum": (lambda x: torch.einsum("btf,of->bto", x, WEIGHT), False),
+    "einsum_sum": (lambda x: torch.einsum("btf,btg->bfg", x, x.sin()), False),
+    "linear_attention": (lambda x: x @ (x.transpose(1, 2) @ x.sin()), False),
+    "manual_attention": (_manual_attention, False),
+    "columns": (lambda x: WEIGHT @ x.transpose(1, 2), False),
+    "layer_norm": (lambda x: F.layer_norm(x, (4,)) + F.rms_norm(x, (4,)), False),
+    "softmax": (lambda x: x.softmax(-1) + F.log_softmax(x, dim=-1), False),
+    "softmax_of_tokens": (lambda x: x.softmax(1), True),
+    "reshape": (lambda x: x.reshape(-1, 2, 2).flatten(1).view(2, 11, 4), False),
+    "split_tokens": (lambda x: x.permute(1, 0, 2).reshape(11, 8).unflatten(1, (2, 4)), False),
+    "transposes": (lambda x: x.transpose(1, 2).mT.permute(2, 0, 1).movedim(0, -1).unsqueeze(1).squeeze(1), False),
+    "index": (lambda x: x[:, :, None, 1:3] * x[..., 0, None, None], False),
+    "shift": (lambda x: x[:, :-1] * 2, False),
+    "shifted_product": (lambda x: x[:, 1:] * x[:, :-1], True),
+    "last_token": (lambda x: x[:, -1], False),
+    "first_token": (lambda x: x.select(1, 0) + x[:, 3], False),
+    "narrow": (lambda x: x.narrow(1, 2, 5).narrow(2, 0, 2), False),
+    "chunks": (lambda x: torch.cat([each * i for i, each in enumerate(x.chunk(2, -1))], -1), False),
+    "unbind": (lambda x: torch.stack(x.unbind(-1), 1), False),
+    "unbind_batch": (lambda x: torch.stack(list(x.unbind(0))), False),
+    "class_token": (lambda x: torch.cat([torch.ones(2, 1, 4, dtype=x.dtype), x], 1) * 2, False),
+    "empty_cache": (lambda x: torch.cat([torch.tensor([], dtype=x.dtype), x], dim=-2), False),
+    "expand": (lambda x: x[:, None].expand(2, 3, 11, 4) * x.unsqueeze(1), False),
+    "repeat_heads": (lambda x: x[:, None].repeat_interleave(2, 1).repeat(1, 2, 1, 1), False),
+    "sum": (lambda x: x.sum() + x.mean(), False),
+    "sum_of_tokens": (lambda x: x.sum(1) + x.mean(dim=1) + x.mean((0, 1)), False),
+    "sum_of_features": (lambda x: x.sum(-1, keepdim=True) + x.mean(-1, keepdim=True), False),
+    "center": (lambda x: x - x.mean(1, keepdim=True), False),
+    "max_of_tokens": (lambda x: x.amax(1), True),
+    "max": (lambda x: x.max(dim=-1).values, False),
+    "topk": (lambda x: x.topk(2, dim=-1).values, False),
+    "norm": (lambda x: x.norm(dim=-1), False),
+    "cumsum": (lambda x: x.cumsum(1), True),
+    "mask_rows": (lambda x: x[:, MASK], True),
+    "pad": (lambda x: F.pad(x, (1, 2)), False),
+    "pad_tokens": (lambda x: F.pad(x, (0, 0, 1, 0)), True),
+    "cross_entropy": (lambda x: F.cross_entropy(x.view(-1, 4), TARGET.view(-1)), False),
+    "cross_entropy_shifted": (
+        lambda x: F.cross_entropy(x[:, :-1].reshape(-1, 4), TARGET[:, 1:].reshape(-1), label_smoothing=0.1),
+        False,
+    ),
+    "cross_entropy_ignored": (
+        lambda x: F.cross_entropy(x.transpose(1, 2), TARGET_IGNORED, weight=CLASS_WEIGHT),
+        False,
+    ),
+    "cross_entropy_none": (
+        lambda x: (F.cross_entropy(x.flatten(0, 1), TARGET_IGNORED.flatten(), reduction="none") * 2).sum(),
+        False,
+    ),
+    "cross_entropy_sum": (lambda x: F.cross_entropy(x.flatten(0, 1), TARGET.flatten(), reduction="sum"), False),
+    "cross_entropy_of_probabilities": (
+        lambda x: F.cross_entropy(x.flatten(0, 1), WEIGHT[:, 0].softmax(0)[:4].expand(22, 4)),
+        False,
+    ),
+    "mse": (lambda x: F.mse_loss(x, POSITIONS.expand(2, 11, 4)) + F.l1_loss(x, x.detach() * 2), False),
+    "attention": (lambda x: F.scaled_dot_product_attention(*_heads(x), is_causal=True), False),
+    "attention_full": (lambda x: F.scaled_dot_product_attention(*_heads(x), scale=0.3), False),
+    "attention_mask": (
+        lambda x: F.scaled_dot_product_attention(*_heads(x), attn_mask=(torch.ones(11, 11) - MASK.double()).tril() > 0),
+        False,
+    ),
+    "attention_bias": (
+        lambda x: F.scaled_dot_product_attention(
+            *_heads(x), attn_mask=(POSITIONS - POSITIONS.T)[None, None].expand(2, 2, 11, 11)
+        ),
+        False,
+    ),
+    "attention_of_slice": (
+        lambda x: F.scaled_dot_product_attention(*(each[:, :, 2:] for each in _heads(x)), is_causal=True),
+        False,
+    ),
+    "accuracy": (lambda x: (x.argmax(-1) == TARGET).double().mean() + x.mean(), False),
+    "mean_item": (lambda x: x.sum() * float(x.mean()), False),
+}
+
+
+def _values(result: Any) -> Tensor:
+    return full_sequences(result)
+
+
+def _compare(rank: int, world_size: int, attention: str, names: list[str]) -> dict[str, Any]:
+    context = Context(dist.group.WORLD, attention)
+    found: dict[str, Any] = {}
+    for name in names:
+        function, _ = CASES[name]
+        torch.manual_seed(5)
+        x = torch.randn(SHAPE, dtype=torch.float64)
+        reference, mine = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected = function(reference)
+        factors = torch.randn(expected.shape, dtype=torch.float64)
+        (expected * factors).sum().backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            from weft.strategy.context import sharded_sequence
+
+            sharded_sequence._warn_gathers.cache_clear()
+            result = function(context.shard(mine * 1.0, 1))
+        gathers = sorted(
+            {str(each.message).split(" for ")[1].split(",")[0] for each in caught if "gathers" in str(each.message)}
+        )
+        actual = _values(result)
+        (actual * factors).sum().backward()
+        dist.all_reduce(mine.grad)
+        error = (actual - expected).abs().max().item()
+        gradient_error = (mine.grad / world_size - reference.grad).abs().max().item()
+        found[name] = (error, gradient_error, gathers, isinstance(result, ShardedSequence), tuple(actual.shape))
+        assert tuple(actual.shape) == tuple(expected.shape), name
+    return found
+
+
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+def test_functions_of_shards_are_those_of_full_tensors(attention: str) -> None:
+    results = run_on_ranks(2, _compare, attention=attention, names=list(CASES))[0]
+    wrong = {name: each for name, each in results.items() if max(each[:2]) > 1e-12}
+    assert not wrong
+    gathering = {name: each[2] for name, each in results.items() if bool(each[2]) != CASES[name][1]}
+    assert not gathering

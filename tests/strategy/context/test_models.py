@@ -1,0 +1,242 @@
+"""Unmodified models with a sharded sequence: training as on one device, memory, communication, and errors."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from support.hugging_face import VOCAB, language_model
+from support.models import Gpt2, Llama, LlamaArgs
+from support.parity import assert_same_training
+from support.ranks import on_ranks
+from weft.strategy.context import full_sequences, parallelize_context
+from weft.strategy.context.entry import Context
+from weft.strategy.modules.activation_checkpointing import checkpoint_activations
+
+# Relative; Gemma computes its norms in float32.
+FAMILIES = {"llama": 1e-10, "qwen3": 1e-10, "gpt2": 1e-10, "opt": 1e-10, "gemma2": 1e-5, "phi3": 1e-10}
+
+
+@contextmanager
+def no_gathers() -> Iterator[None]:
+    """Inside, a function that gathers the full sequence is an error."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="weft gathers all tokens")
+        yield
+
+
+def token_batches(num: int, tokens: int, vocab_size: int = VOCAB) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, vocab_size, (2, tokens), generator=generator) for _ in range(num)]
+
+
+def next_token_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the loss of the next token, shifted by the caller."""
+    result = model(ids)
+    logits = result if isinstance(result, Tensor) else result.logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def in_context(model: nn.Module, attention: str, change: Callable[[nn.Module], Any] | None = None) -> nn.Module:
+    """Shard a model's sequence over all ranks, and average its gradients."""
+    group = dist.group.WORLD
+    parallelize_context(model, group, attention=attention)
+    if change is not None:
+        change(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_average)
+    return model
+
+
+def _average(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= dist.get_world_size()
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hugging_face_models_train_as_on_one_device(attention: str, family: str) -> None:
+    torch.manual_seed(0)
+    model = language_model(family)
+    with no_gathers():
+        parallelize, tolerance = functools.partial(in_context, attention=attention), FAMILIES[family]
+        assert_same_training(parallelize, model, next_token_loss, token_batches(10, 13), "SGD", tolerance=tolerance)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("tokens", [2, 3, 16, 31])
+def test_sequences_of_all_lengths(tokens: int) -> None:
+    """Some ranks have no tokens."""
+    torch.manual_seed(0)
+    model = Llama(LlamaArgs(dtype=torch.float64))
+    with no_gathers():
+        batches = token_batches(3, tokens, LlamaArgs().vocab_size)
+        assert_same_training(functools.partial(in_context, attention="ring"), model, next_token_loss, batches, "SGD")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_activations(mode: str) -> None:
+    torch.manual_seed(0)
+    model = Llama(LlamaArgs(dtype=torch.float64))
+    change = functools.partial(checkpoint_activations, what=mode)
+    with no_gathers():
+        batches = token_batches(3, 13, LlamaArgs().vocab_size)
+        parallelize = functools.partial(in_context, attention="ring", change=change)
+        assert_same_training(parallelize, model, next_token_loss, batches, "SGD")
+
+
+def _padded_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return Hugging Face's own loss for a batch with padding."""
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    loss: Tensor = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+    return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_padded_batches(family: str) -> None:
+    torch.manual_seed(0)
+    model = language_model(family)
+    with no_gathers():
+        parallelize = functools.partial(in_context, attention="ring")
+        # Hugging Face computes the loss in float32.
+        assert_same_training(parallelize, model, _padded_loss, token_batches(3, 13), "SGD", tolerance=1e-6)
+
+
+@on_ranks(2, 4)
+def test_dropout_is_that_of_one_device(rank: int, world_size: int) -> None:
+    """The masks of weft.nn.Dropout on the full sequence: each rank drops the elements of its own tokens."""
+    context = Context(dist.group.WORLD, "ring")
+    x = torch.ones(2, 13, 3, dtype=torch.float64)
+    torch.manual_seed(4)
+    results = [
+        full_sequences(F.dropout(context.shard(x, 1).flatten(*dims), 0.4).view(x.shape)) for dims in ((0, 0), (0, 1))
+    ]
+    torch.manual_seed(4)
+    for actual in results:
+        seed = torch.randint(0, 1 << 62, (), dtype=torch.int64)
+        torch.testing.assert_close(actual, torch.ops.weft.dropout(x, seed, p=0.4, group_name=""), rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_dropout_of_scores_drops_each_pair_with_equal_probability() -> None:
+    context = Context(dist.group.WORLD, "ring")
+    torch.manual_seed(4)
+    q, value = torch.zeros(1, 2, 40, 4), torch.eye(40).expand(1, 2, 40, 40)
+    sharded = [context.shard(each, 2) for each in (q, q, value)]
+    weights = full_sequences(F.scaled_dot_product_attention(*sharded, dropout_p=0.25))  # 0 or 1 / 40 / 0.75
+    kept = weights > 0
+    assert abs(kept.double().mean().item() - 0.75) < 0.03
+    torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1 / 40 / 0.75))
+    assert not torch.equal(kept[:, :, :20], kept[:, :, 20:])  # not the same mask on each rank
+
+
+def _train_with_dropout(model: nn.Module) -> list[float]:
+    model.train()
+    losses = []
+    for ids in token_batches(3, 16, 37):
+        loss = next_token_loss(model, ids)
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+@on_ranks(2)
+def test_models_with_dropout_keep_equal_random_states(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Gpt2(dtype=torch.float64, dropout=0.2)
+    parallelize_context(model, dist.group.WORLD)
+    torch.manual_seed(9)
+    losses = _train_with_dropout(model)
+    states = torch.stack([torch.get_rng_state().double().sum(), torch.tensor(losses, dtype=torch.float64).sum()])
+    gathered = [torch.empty_like(states) for _ in range(world_size)]
+    dist.all_gather(gathered, states)
+    assert all(torch.equal(each, states) for each in gathered)
+
+
+class _Saved:
+    """The bytes of the tensors that a forward saves for the backward, without parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.storages: dict[int, int] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._parameters:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def num_bytes(self, model: nn.Module, ids: Tensor) -> int:
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor):
+            loss = next_token_loss(model, ids)
+        del loss
+        return sum(self.storages.values())
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_saved_activations_are_proportional_to_the_tokens_of_a_rank(world_size: int, family: str) -> None:
+    [ids] = token_batches(1, 64)
+    torch.manual_seed(0)
+    model = language_model(family)
+    full = _Saved(model).num_bytes(model, ids)
+    parallelize_context(model, dist.group.WORLD)
+    own = _Saved(model).num_bytes(model, ids)
+    assert own <= 1.05 * full / world_size
+    assert own >= 0.8 * full / world_size
+
+
+@on_ranks(2)
+def test_errors() -> None:
+    group = dist.group.WORLD
+    with pytest.raises(ValueError, match=r"got attention='rings'; pass 'ring' or 'ulysses'"):
+        parallelize_context(Llama(LlamaArgs()), group, attention="rings")
+    with pytest.raises(ValueError, match=r"got a Linear without an nn.Embedding"):
+        parallelize_context(nn.Linear(2, 2), group)
+    x = Context(group, "ring").shard(torch.ones(2, 5), 1)
+    with pytest.raises(ValueError, match="cumsum_ would change a sequence that is sharded"):
+        x.cumsum_(1)
+    embedded = Context(group, "ring").shard(torch.ones(2, 5, requires_grad=True) * 1, 1)
+    for function in (_Double.apply, _Gather.apply, functools.partial(checkpoint, torch.sin, use_reentrant=True)):
+        with pytest.raises(ValueError, match=r"went through a torch.autograd.Function"):
+            function(embedded).sum().backward()
+    layer = nn.Linear(5, 2)
+    layer.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"went through a torch.autograd.Function"):
+        layer(Context(group, "ring").shard(torch.ones(2, 5, requires_grad=True) * 1, 0))
+    with torch.no_grad():
+        assert (embedded * 2).sum().item() == 20  # no autograd function
+    with pytest.raises(RuntimeError, match=r"The size of tensor a \(5\) must match"):
+        x + torch.ones(4)  # the error has the shapes of the full tensors
+
+
+class _Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
