@@ -39,16 +39,16 @@ def _sharded(query: Any, key: Any, value: Any, is_causal: bool, scale: float | N
         "scale": scale,
         "sequence_size": layout.size,
     }
-    # Of different head sizes, the operators support none: a smaller one is padded by zeros, which add nothing.
-    locals_ = query.local, key.local, value.local
-    sizes = [each.shape[-1] for each in locals_]
+    # The operators support one head size: smaller heads are padded by zeros, which add nothing.
+    shards = [query.local, key.local, value.local]
+    sizes = [each.shape[-1] for each in shards]
     if len(set(sizes)) > 1:
         options["scale"] = scale if scale is not None else 1 / math.sqrt(sizes[0])
-        locals_ = tuple(F.pad(each, (0, max(sizes) - each.shape[-1])) for each in locals_)
+        shards = [F.pad(each, (0, max(sizes) - each.shape[-1])) for each in shards]
     if layout.order == "contiguous":
-        out = torch.ops.weft.ulysses_attention(*locals_, **options)
+        out = torch.ops.weft.ulysses_attention(*shards, **options)
     else:
-        out = torch.ops.weft.ring_attention(*locals_, **options, order=layout.order)
+        out = torch.ops.weft.ring_attention(*shards, **options, order=layout.order)
     return wrap(out[..., : sizes[2]], query.place)
 
 
@@ -73,7 +73,7 @@ def _with_all_keys(query: ShardedSequence, named: dict[str, Any]) -> Any:
             else mask.masked_fill(~causal, -math.inf)
         )
     p = named.get("dropout_p", 0.0)
-    options = {name: named[name] for name in ("scale", "enable_gqa") if name in named}
+    options: dict[str, Any] = {name: named[name] for name in ("scale", "enable_gqa") if name in named}
     if not p:
         return wrap(F.scaled_dot_product_attention(query.local, key, value, attn_mask=mask, **options), place)
     return wrap(_with_dropout(query.local, key, value, mask, place, p, options), place)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from weft.strategy.context.attention import Attention
-from weft.strategy.context.layout import Order, Place, layout_of, place_of
-from weft.strategy.context.sharded_sequence import ShardedSequence, shard
+from weft.strategy.context.layout import Order, layout_of, place_of
+from weft.strategy.context.sharded_sequence import ShardedSequence, separate, shard
 
 _MARK = "_weft_context"
 ORDERS: dict[Attention, Order] = {"ring": "head_tail", "ulysses": "contiguous"}
@@ -86,19 +86,15 @@ def carry_through_fsdp(module: nn.Module) -> None:
 
 
 class _Carrier:
-    """The places of the sequences among the arguments of a module, while FSDP2's hooks run."""
+    """Separates the sequences among the arguments of a module from their shards, while FSDP2's hooks run."""
 
     def __init__(self) -> None:
-        self._calls: list[dict[int, Place]] = []
+        self._calls: list[Callable[[Any], Any]] = []
 
     def unwrap(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
-        self._calls.append({i: each.place for i, each in enumerate(leaves) if isinstance(each, ShardedSequence)})
-        return tree_unflatten([each.local if isinstance(each, ShardedSequence) else each for each in leaves], spec)
+        shards, join = separate((args, kwargs))
+        self._calls.append(join)
+        return shards
 
     def wrap(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        places = self._calls.pop()
-        leaves, spec = tree_flatten((args, kwargs))
-        for i, place in places.items():
-            leaves[i] = ShardedSequence(leaves[i], place)
-        return tree_unflatten(leaves, spec)
+        return self._calls.pop()((args, kwargs))

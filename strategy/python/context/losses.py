@@ -31,12 +31,12 @@ def _loss_of_classes(func: Any, args: Any, kwargs: Any) -> Any:
     names = (*_OF_CLASSES[func], "label_smoothing")
     named = dict(zip(names, args, strict=False)) | kwargs
     x, target = named.pop("input"), named.pop("target")
-    class_dim = 0 if x.dim() == 1 else 1
-    if not isinstance(x, ShardedSequence) or x.place.dim == class_dim or x.dim() == 1:
+    class_dim = 1
+    if not isinstance(x, ShardedSequence) or x.num_dims == 1 or x.place.dim == class_dim:
         return GATHER
     if named.get("size_average") is not None or named.get("reduce") is not None:
         return GATHER
-    has_classes = target.dim() == x.dim() - 1
+    has_classes = target.dim() == x.num_dims - 1
     place = x.place.at(x.place.dim - (x.place.dim > class_dim)) if has_classes else x.place
     if target.shape[place.dim] != place.full_size:
         return GATHER
@@ -66,8 +66,10 @@ def _divisor(
     return sum_over_ranks(count, place) if is_sharded else count
 
 
-_ELEMENTWISE = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.poisson_nll_loss)
-_ELEMENTWISE = (*_ELEMENTWISE, F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+_ELEMENTWISE: tuple[Any, ...] = (
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.poisson_nll_loss),
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
+)
 
 
 @rule(*_ELEMENTWISE)

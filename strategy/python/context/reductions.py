@@ -17,7 +17,7 @@ _ARGUMENTS = {"norm": ("p", "dim", "keepdim")}  # of the other functions: dim, k
 
 
 def _named(name: str, args: Any, kwargs: Any) -> dict[str, Any]:
-    named = dict(zip(_ARGUMENTS.get(name, ("dim", "keepdim")), args[1:], strict=False)) | kwargs
+    named: dict[str, Any] = dict(zip(_ARGUMENTS.get(name, ("dim", "keepdim")), args[1:], strict=False)) | kwargs
     for other, usual in (("axis", "dim"), ("keepdims", "keepdim")):
         if other in named:
             named[usual] = named.pop(other)
@@ -32,9 +32,9 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(dims, bool):  # the argument `unbiased` of var and std
         return GATHER
     given = (
-        tuple(range(x.dim())) if dims is None or dims == () else dims if isinstance(dims, (tuple, list)) else (dims,)
+        tuple(range(x.num_dims)) if dims is None or dims == () else dims if isinstance(dims, (tuple, list)) else (dims,)
     )
-    reduced = {positive(each, x.dim()) for each in given}
+    reduced = {positive(each, x.num_dims) for each in given}
     if place.dim not in reduced:
         moved = place if keeps else place.at(place.dim - sum(each < place.dim for each in reduced))
         return wrap(func(x.local, *args[1:], **kwargs), moved)
@@ -61,9 +61,9 @@ def _reduce_with_indices(func: Any, args: Any, kwargs: Any) -> Any:
     names = ("k", "dim", "keepdim") if name == "kthvalue" else ("dim", "keepdim")
     named = dict(zip(names, args[1:], strict=False)) | kwargs
     dim = -1 if name in ("kthvalue", "mode") and "dim" not in named else named.get("dim")
-    if not isinstance(dim, int) or positive(dim, x.dim()) == x.place.dim:
+    if not isinstance(dim, int) or positive(dim, x.num_dims) == x.place.dim:
         return GATHER
-    drops = not named.get("keepdim", False) and positive(dim, x.dim()) < x.place.dim
+    drops = not named.get("keepdim", False) and positive(dim, x.num_dims) < x.place.dim
     return wrap(func(x.local, *args[1:], **kwargs), x.place.at(x.place.dim - drops))
 
 
@@ -100,7 +100,7 @@ def _along_dim(func: Any, args: Any, kwargs: Any) -> Any:
     position, default = _ALONG_DIM[func.__name__]
     given = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("dims", default))
     dims = given if isinstance(given, (tuple, list)) else (given,)
-    if not all(type(each) is int and positive(each, x.dim()) != x.place.dim for each in dims) or "out" in kwargs:
+    if not all(type(each) is int and positive(each, x.num_dims) != x.place.dim for each in dims) or "out" in kwargs:
         return GATHER
     return wrap(func(x.local, *args[1:], **kwargs), x.place)
 
@@ -110,7 +110,7 @@ def _norm_of_features(func: Any, args: Any, kwargs: Any) -> Any:
     named = dict(zip(("input", "normalized_shape"), args, strict=False)) | kwargs
     x, shape = named["input"], named["normalized_shape"]
     num_dims = len(shape) if isinstance(shape, (tuple, list)) else 1
-    if not isinstance(x, ShardedSequence) or x.place.dim >= x.dim() - num_dims:
+    if not isinstance(x, ShardedSequence) or x.place.dim >= x.num_dims - num_dims:
         return GATHER
     if args:
         args = (x.local, *args[1:])
@@ -122,8 +122,8 @@ def _norm_of_features(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(F.pad, torch.constant_pad_nd)
 def _pad(func: Any, args: Any, kwargs: Any) -> Any:
     x, padding = args[0], args[1] if len(args) > 1 else kwargs["pad"]
-    if x.dim() - len(padding) // 2 <= x.place.dim:
-        first = 2 * (x.dim() - 1 - x.place.dim)
+    if x.num_dims - len(padding) // 2 <= x.place.dim:
+        first = 2 * (x.num_dims - 1 - x.place.dim)
         if tuple(padding[first : first + 2]) != (0, 0) or kwargs.get("mode", "constant") != "constant":
             return GATHER
     return wrap(func(x.local, *args[1:], **kwargs), x.place)

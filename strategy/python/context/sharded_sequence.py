@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.strategy.context.layout import Place
@@ -90,6 +90,11 @@ class ShardedSequence(Tensor):
             if not self.is_leaf:
                 raise ValueError(_THROUGH_A_FUNCTION)
         return self._local
+
+    @property
+    def num_dims(self) -> int:
+        """Return the number of dims, faster than dim(), which is looked up among the rules."""
+        return self._local.dim()
 
     def full(self) -> Tensor:
         """Return the full tensor, plain, on every rank; collective. The backward reduce-scatters the gradient."""
@@ -204,6 +209,26 @@ def wrap(result: Any, place: Place) -> Any:
     return result
 
 
+def separate(value: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return a value with shards in place of sharded sequences, and a function that makes them sequences again.
+
+    The shards pass code that computes nothing, but has autograd functions. The function takes a value of the same
+    structure.
+    """
+    leaves, spec = tree_flatten(value)
+    places = {i: each.place for i, each in enumerate(leaves) if isinstance(each, ShardedSequence)}
+    if not places:
+        return value, lambda changed: changed
+
+    def join(changed: Any) -> Any:
+        inner, inner_spec = tree_flatten(changed)
+        for i, place in places.items():
+            inner[i] = ShardedSequence(inner[i], place)
+        return tree_unflatten(inner, inner_spec)
+
+    return tree_unflatten([each.local if i in places else each for i, each in enumerate(leaves)], spec), join
+
+
 def num_ranks_and_rank(place: Place) -> tuple[int, int]:
     return len(place.layout.intervals), place.layout.rank
 
@@ -226,7 +251,8 @@ def gather(local: Tensor, place: Place) -> Tensor:
     x = torch.ops.weft.gather_from_sequence(x.to(torch.uint8) if is_bool else x, token_dim, layout.group_name)
     rows = layout.gathered_rows(x.device)
     x = x if rows is None else x.index_select(token_dim, rows)
-    return (x.bool() if is_bool else x).reshape(*before, place.full_size, *after)
+    full: Tensor = (x.bool() if is_bool else x).reshape(*before, place.full_size, *after)
+    return full
 
 
 def shard(full: Tensor, place: Place) -> Tensor:
@@ -259,16 +285,17 @@ def _shard(full: Tensor, place: Place) -> Tensor:
 
 
 def _tokens(full: Tensor, dim: int, place: Place) -> Tensor:
-    pieces = [full.narrow(dim, start, stop - start) for start, stop in place.layout.own]
-    if not pieces:
+    chunks = [full.narrow(dim, start, stop - start) for start, stop in place.layout.own]
+    if not chunks:
         return full.narrow(dim, 0, 0)
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim)
 
 
 def sum_over_ranks(x: Tensor, place: Place) -> Tensor:
     """Return the sum of the ranks' tensors, plain, on every rank; the backward sums gradients. Collective."""
     group_name = place.layout.group_name
-    return torch.ops.weft.copy_to_group(torch.ops.weft.reduce_from_group(x, group_name), group_name)
+    total: Tensor = torch.ops.weft.copy_to_group(torch.ops.weft.reduce_from_group(x, group_name), group_name)
+    return total
 
 
 def full_sequences(value: Any) -> Any:

@@ -29,10 +29,10 @@ def positive(dim: int, ndim: int) -> int:
 
 def _sizes(args: Sequence[Any], kwargs: dict[str, Any], name: str = "size") -> list[int] | None:
     """Return the sizes that a function got as numbers or as one sequence; None: it got something else."""
-    given = args if args else (kwargs[name],) if name in kwargs else (kwargs.get("shape"),)
+    given: Any = args if args else (kwargs.get(name, kwargs.get("shape")),)
     if len(given) == 1 and isinstance(given[0], (tuple, list)):
         given = given[0]
-    return [int(each) for each in given] if all(isinstance(each, (int, torch.SymInt)) for each in given) else None
+    return [int(each) for each in given] if all(isinstance(each, int) for each in given) else None
 
 
 # ---- shapes ------------------------------------------------------------------------------------------------
@@ -57,8 +57,8 @@ def _view_as(func: Any, args: Any, kwargs: Any) -> Any:
 def _flatten(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     named = {"start_dim": 0, "end_dim": -1} | dict(zip(("start_dim", "end_dim"), args[1:], strict=False)) | kwargs
-    start, end = positive(named["start_dim"], x.dim()), positive(named["end_dim"], x.dim())
-    if x.dim() == 0 or start > end:
+    start, end = positive(named["start_dim"], x.num_dims), positive(named["end_dim"], x.num_dims)
+    if x.num_dims == 0 or start > end:
         return GATHER
     shape = list(x.shape)
     return reshape(x, [*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]])
@@ -70,7 +70,7 @@ def _unflatten(func: Any, args: Any, kwargs: Any) -> Any:
     x, sizes = args[0], _sizes((), named, "sizes")
     if sizes is None or not isinstance(named["dim"], int):
         return GATHER
-    dim, shape = positive(named["dim"], x.dim()), list(x.shape)
+    dim, shape = positive(named["dim"], x.num_dims), list(x.shape)
     if -1 in sizes:
         sizes = [shape[dim] // -math.prod(sizes) if each == -1 else each for each in sizes]
     return reshape(x, [*shape[:dim], *sizes, *shape[dim + 1 :]])
@@ -111,16 +111,16 @@ def _reshaped(place: Place, own_shape: tuple[int, ...], sizes: tuple[int, ...]) 
 @rule(Tensor.unsqueeze, torch.unsqueeze)
 def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    dim = positive(args[1] if len(args) > 1 else kwargs["dim"], x.dim() + 1)
+    dim = positive(args[1] if len(args) > 1 else kwargs["dim"], x.num_dims + 1)
     return wrap(x.local.unsqueeze(dim), x.place.at(x.place.dim + (dim <= x.place.dim)))
 
 
 @rule(Tensor.squeeze, torch.squeeze)
 def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    given = args[1] if len(args) > 1 else kwargs.get("dim", tuple(range(x.dim())))
+    given = args[1] if len(args) > 1 else kwargs.get("dim", tuple(range(x.num_dims)))
     given = given if isinstance(given, (tuple, list)) else (given,)
-    dims = [d for d in (positive(each, x.dim()) for each in given) if x.shape[d] == 1]
+    dims = [d for d in (positive(each, x.num_dims) for each in given) if x.shape[d] == 1]
     if x.place.dim in dims:
         return GATHER
     moved = x.place.at(x.place.dim - sum(d < x.place.dim for d in dims))
@@ -135,7 +135,7 @@ def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     sizes = list(args[1].shape) if func is Tensor.expand_as else _sizes(args[1:], kwargs)
     if sizes is None:
         return GATHER
-    place = x.place.at(x.place.dim + len(sizes) - x.dim())
+    place = x.place.at(x.place.dim + len(sizes) - x.num_dims)
     if sizes[place.dim] not in (-1, place.full_size):
         return GATHER
     sizes[place.dim] = place.own_size
@@ -147,7 +147,7 @@ def _repeat(func: Any, args: Any, kwargs: Any) -> Any:
     x, counts = args[0], _sizes(args[1:], kwargs, "repeats")
     if counts is None:
         return GATHER
-    place = x.place.at(x.place.dim + len(counts) - x.dim())
+    place = x.place.at(x.place.dim + len(counts) - x.num_dims)
     return GATHER if counts[place.dim] != 1 else wrap(x.local.repeat(counts), place)
 
 
@@ -155,7 +155,7 @@ def _repeat(func: Any, args: Any, kwargs: Any) -> Any:
 def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Any:
     named = dict(zip(("repeats", "dim"), args[1:], strict=False)) | kwargs
     x, dim = args[0], named.get("dim")
-    if not isinstance(named.get("repeats"), int) or dim is None or positive(dim, x.dim()) == x.place.dim:
+    if not isinstance(named.get("repeats"), int) or dim is None or positive(dim, x.num_dims) == x.place.dim:
         return GATHER
     return wrap(func(x.local, *args[1:], **kwargs), x.place)
 
@@ -166,8 +166,8 @@ def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(Tensor.transpose, torch.transpose, Tensor.swapaxes, Tensor.swapdims, torch.swapaxes, torch.swapdims)
 def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    first, second = (positive(each, x.dim()) for each in (*args[1:], *kwargs.values()))
-    order = list(range(x.dim()))
+    first, second = (positive(each, x.num_dims) for each in (*args[1:], *kwargs.values()))
+    order = list(range(x.num_dims))
     order[first], order[second] = order[second], order[first]
     return permute(x, order)
 
@@ -189,16 +189,16 @@ def _permute(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
 def _movedim(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    source, target = (*args[1:], *kwargs.values())
-    sources = [positive(d, x.dim()) for d in (source if isinstance(source, (tuple, list)) else (source,))]
-    targets = [positive(d, x.dim()) for d in (target if isinstance(target, (tuple, list)) else (target,))]
-    rest = iter([dim for dim in range(x.dim()) if dim not in sources])
+    source, target = list(args[1:]) + list(kwargs.values())
+    sources = [positive(d, x.num_dims) for d in (source if isinstance(source, (tuple, list)) else (source,))]
+    targets = [positive(d, x.num_dims) for d in (target if isinstance(target, (tuple, list)) else (target,))]
+    rest = iter([dim for dim in range(x.num_dims) if dim not in sources])
     placed = dict(zip(targets, sources, strict=True))
-    return permute(x, [placed[dim] if dim in placed else next(rest) for dim in range(x.dim())])
+    return permute(x, [placed[dim] if dim in placed else next(rest) for dim in range(x.num_dims)])
 
 
 def permute(x: ShardedSequence, order: list[int]) -> ShardedSequence:
-    order = [positive(each, x.dim()) for each in order]
+    order = [positive(each, x.num_dims) for each in order]
     made: ShardedSequence = wrap(x.local.permute(order), x.place.at(order.index(x.place.dim)))
     return made
 
@@ -217,8 +217,8 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     num_dims = sum(each is not None and each is not Ellipsis for each in items)
     if Ellipsis in [each if each is Ellipsis else None for each in items]:
         where = next(position for position, each in enumerate(items) if each is Ellipsis)
-        items[where : where + 1] = [slice(None)] * (x.dim() - num_dims)
-    items += [slice(None)] * (x.dim() - sum(each is not None for each in items))
+        items[where : where + 1] = [slice(None)] * (x.num_dims - num_dims)
+    items += [slice(None)] * (x.num_dims - sum(each is not None for each in items))
     of_dims = [position for position, each in enumerate(items) if each is not None]
     position = of_dims[x.place.dim]
     new_dim = sum(each is None or type(each) is slice for each in items[:position])
@@ -251,17 +251,17 @@ def _select(x: ShardedSequence, items: list[Any], position: int, token: int) -> 
 
 @rule(Tensor.select, torch.select)
 def _select_of(func: Any, args: Any, kwargs: Any) -> Any:
-    x, dim, index = (*args, *kwargs.values())
-    return x[(*([slice(None)] * positive(dim, x.dim())), index)]
+    x, dim, index = list(args) + list(kwargs.values())
+    return x[tuple([slice(None)] * positive(dim, x.num_dims) + [index])]
 
 
 @rule(Tensor.narrow, torch.narrow)
 def _narrow(func: Any, args: Any, kwargs: Any) -> Any:
-    x, dim, start, length = (*args, *kwargs.values())
+    x, dim, start, length = list(args) + list(kwargs.values())
     if isinstance(start, Tensor):
         return GATHER
     start = positive(start, x.shape[dim])
-    return x[(*([slice(None)] * positive(dim, x.dim())), slice(start, start + length))]
+    return x[tuple([slice(None)] * positive(dim, x.num_dims) + [slice(start, start + length)])]
 
 
 @rule(Tensor.split, torch.split, Tensor.chunk, torch.chunk, Tensor.tensor_split, torch.tensor_split)
@@ -270,7 +270,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     takes_dim_only = func in (Tensor.unbind, torch.unbind)
     position = 1 if takes_dim_only else 2
-    dim = positive(kwargs["dim"] if "dim" in kwargs else args[position] if len(args) > position else 0, x.dim())
+    dim = positive(kwargs["dim"] if "dim" in kwargs else args[position] if len(args) > position else 0, x.num_dims)
     if dim == x.place.dim:
         return GATHER
     place = x.place.at(x.place.dim - 1) if takes_dim_only and dim < x.place.dim else x.place
@@ -286,7 +286,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     # torch ignores empty tensors of one dim, with which caches of keys and values begin.
     tensors = [each for each in named["tensors"] if not (each.dim() == 1 and each.numel() == 0)]
     leader = next(each for each in tensors if isinstance(each, ShardedSequence))
-    dim = positive(named.get("dim", 0), leader.dim())
+    dim = positive(named.get("dim", 0), leader.num_dims)
     if "out" in named:
         return GATHER
     if len(tensors) == 1:
@@ -312,14 +312,14 @@ def _stack(func: Any, args: Any, kwargs: Any) -> Any:
     shards = [_like(each, leader) for each in named["tensors"]]
     if any(each is None for each in shards):
         return GATHER
-    dim = positive(named.get("dim", 0), leader.dim() + 1)
+    dim = positive(named.get("dim", 0), leader.num_dims + 1)
     return wrap(torch.stack(shards, dim), leader.place.at(leader.place.dim + (dim <= leader.place.dim)))
 
 
 def _like(each: Tensor, leader: ShardedSequence) -> Any:
     """Return the shard of a tensor with the same number of tokens at the same dim; None if it has another."""
     place = leader.place
-    if each.dim() != leader.dim() or each.shape[place.dim] != place.full_size:
+    if each.dim() != leader.num_dims or each.shape[place.dim] != place.full_size:
         return None
     if isinstance(each, ShardedSequence):
         return redistributed(each, place)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -241,10 +242,13 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
 
     # With offload, the tensors among the keyword arguments are the last len(names) entries of `args`, and `names` has
     # their names: save_on_cpu offloads only tensors that are positional arguments.
-    def run(self: nn.Module, make_lengths_context: Any, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:
+    def run(
+        self: nn.Module, make_lengths_context: Any, join: Any, kwargs: dict[str, Any], names: list[str], *args: Any
+    ) -> Any:
         num_args = len(args) - len(names)
+        args, kwargs = join((args[:num_args], {**kwargs, **dict(zip(names, args[num_args:], strict=True))}))
         with contextlib.nullcontext() if make_lengths_context is None else make_lengths_context():
-            return own_forward(self, *args[:num_args], **kwargs, **dict(zip(names, args[num_args:], strict=True)))
+            return own_forward(self, *args, **kwargs)
 
     @functools.wraps(own_forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -252,12 +256,24 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
             return own_forward(self, *args, **kwargs)
         with torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else contextlib.nullcontext():
             names = [name for name, value in kwargs.items() if offload and isinstance(value, Tensor)]
+            if names:
+                kwargs = {name: kwargs[name] for name in sorted(kwargs, key=names.__contains__)}  # as `run` joins them
+            (args, kwargs), join = _without_sequences((args, kwargs))
             others = {name: value for name, value in kwargs.items() if name not in names}
-            args = (self, _lengths_context(self), others, names, *args, *(kwargs[name] for name in names))
+            args = (self, _lengths_context(self), join, others, names, *args, *(kwargs[name] for name in names))
             return checkpoint(run, *args, contexts=contexts)
 
     namespace = {"__module__": cls.__module__, "forward": forward, "checkpoint_mode": (mode, offload)}
     return type(cls.__name__, (CheckpointedModule, cls), namespace)
+
+
+def _without_sequences(arguments: Any) -> tuple[Any, Any]:
+    """Return arguments with shards in place of sequences that context parallelism shards; see `separate`."""
+    if torch.compiler.is_compiling() or "weft.strategy.context.sharded_sequence" not in sys.modules:
+        return arguments, lambda shards: shards
+    from weft.strategy.context.sharded_sequence import separate
+
+    return separate(arguments)
 
 
 def _lengths_context(module: nn.Module) -> Any:
