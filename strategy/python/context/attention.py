@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.strategy.context.layout import Place
+from weft.strategy.context.masks import CausalMask, causal_mask_of
 from weft.strategy.context.products import dropout_mask
 from weft.strategy.context.sharded_sequence import GATHER, ShardedSequence, rule, shard, wrap
 
@@ -23,19 +24,26 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     query, key, value = (named[name] for name in _NAMES[:3])
     if not isinstance(query, ShardedSequence) or query.place.dim != query.dim() - 2 or query.place.is_joined:
         return GATHER
+    layout = query.place.layout
     alike = all(isinstance(each, ShardedSequence) and each.place == query.place for each in (key, value))
-    has_mask, p = named.get("attn_mask") is not None, named.get("dropout_p", 0.0)
-    is_usual = alike and not has_mask and not p and query.dim() == 4 and query.place.layout.order is not None
-    if is_usual:
-        return _sharded(query, key, value, bool(named.get("is_causal")), named.get("scale"))
+    if alike and not named.get("dropout_p", 0.0) and query.dim() == 4 and layout.order is not None:
+        given, scale = named.get("attn_mask"), named.get("scale")
+        if given is None:
+            mask = CausalMask(None, None) if named.get("is_causal") else None
+            return _sharded(query, key, value, mask, scale)
+        found = None if isinstance(given, ShardedSequence) else causal_mask_of(given, layout.size)
+        if found is not None:
+            return _sharded(query, key, value, found, scale)
     return _with_all_keys(query, named)
 
 
-def _sharded(query: Any, key: Any, value: Any, is_causal: bool, scale: float | None) -> Any:
+def _sharded(query: Any, key: Any, value: Any, mask: CausalMask | None, scale: float | None) -> Any:
     layout = query.place.layout
-    options = {
+    options: dict[str, Any] = {
         "group_name": layout.group_name,
-        "is_causal": is_causal,
+        "is_causal": mask is not None,
+        "window": None if mask is None else mask.window,
+        "document_offsets": None if mask is None else mask.document_offsets,
         "scale": scale,
         "sequence_size": layout.size,
     }

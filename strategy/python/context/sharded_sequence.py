@@ -257,22 +257,32 @@ def gather(local: Tensor, place: Place) -> Tensor:
 
 def shard(full: Tensor, place: Place) -> Tensor:
     """Return this rank's shard of a tensor that is equal on all ranks, without communication."""
-    if full.requires_grad or full.is_inference():
+    if full.requires_grad:
         return _shard(full, place)
-    # Tables of positions and masks are used by each layer: a shard that is a copy is kept as long as the tensor.
-    base = full if full._base is None else full._base
-    key = (place, full.storage_offset(), full.shape, full.stride(), full.dtype, full._version)
-    shards = _shards.get(base, {})
-    if key in shards:
-        kept: Tensor = shards[key]
-        return kept
-    made = _shard(full, place)
-    if made._base is None and made is not full:  # a view would keep its base, and with it the entry
-        _shards.setdefault(base, {})[key] = made
+    # Tables of positions and masks are used by each layer.
+    made: Tensor = kept_with(full, place, lambda: _shard(full, place))
     return made
 
 
-_shards: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def kept_with(tensor: Tensor, key: Any, make: Callable[[], Any]) -> Any:
+    """Return make(), which depends on a tensor's values, or its earlier result for the same view of these values.
+
+    Results are kept as long as the tensor that `tensor` is a view of, except views of it.
+    """
+    if tensor.is_inference():
+        return make()
+    base = tensor if tensor._base is None else tensor._base
+    results = _kept.get(base, {})
+    view = (key, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+    if view in results:
+        return results[view]
+    made = make()
+    if not isinstance(made, Tensor) or (made._base is None and made is not tensor):  # a view would keep its base
+        _kept.setdefault(base, {})[view] = made
+    return made
 
 
 def _shard(full: Tensor, place: Place) -> Tensor:

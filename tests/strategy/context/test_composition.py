@@ -48,7 +48,9 @@ def test_with_tensor_parallelism(attention: str, family: str) -> None:
     vocab_size = LlamaArgs().vocab_size if family == "own" else 64
     with no_gathers():
         batches = token_batches(10, 13, vocab_size)
-        assert_same_training(functools.partial(_in_two_axes, attention=attention), model, next_token_loss, batches, "SGD")
+        assert_same_training(
+            functools.partial(_in_two_axes, attention=attention), model, next_token_loss, batches, "SGD"
+        )
 
 
 def _fully_sharded(model: nn.Module) -> nn.Module:

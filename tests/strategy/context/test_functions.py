@@ -14,6 +14,7 @@ from torch import Tensor
 
 from support.ranks import run_on_ranks
 from weft.strategy.context.entry import Context
+from weft.strategy.context.masks import causal_mask_of
 from weft.strategy.context.sharded_sequence import ShardedSequence, full_sequences
 
 SHAPE = (2, 11, 4)  # batch, tokens, features; the tokens do not divide by the ranks
@@ -22,6 +23,10 @@ MASK = torch.arange(11) % 3 == 0
 TARGET = torch.arange(22).reshape(2, 11) % 4
 TARGET_IGNORED = TARGET.masked_fill(TARGET == 1, -100)
 POSITIONS = torch.arange(11, dtype=torch.float64)[:, None] / 7
+CAUSAL = torch.ones(11, 11, dtype=torch.bool).tril()
+_DOCUMENTS = torch.stack([torch.tensor([0, 4, 5, 11]), torch.tensor([0, 0, 6, 6])])
+_DOCUMENT_OF = torch.stack([torch.bucketize(torch.arange(11), offsets, right=True) for offsets in _DOCUMENTS])
+SAME_DOCUMENT = _DOCUMENT_OF[:, :, None] == _DOCUMENT_OF[:, None]
 CLASS_WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64)
 
 
@@ -120,6 +125,14 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
         lambda x: F.scaled_dot_product_attention(*_heads(x), attn_mask=(torch.ones(11, 11) - MASK.double()).tril() > 0),
         False,
     ),
+    "attention_window": (
+        lambda x: F.scaled_dot_product_attention(*_heads(x), attn_mask=CAUSAL.triu(-3)),
+        False,
+    ),
+    "attention_documents": (
+        lambda x: F.scaled_dot_product_attention(*_heads(x), attn_mask=(CAUSAL & SAME_DOCUMENT)[:, None].triu(-4)),
+        False,
+    ),
     "attention_bias": (
         lambda x: F.scaled_dot_product_attention(
             *_heads(x), attn_mask=(POSITIONS - POSITIONS.T)[None, None].expand(2, 2, 11, 11)
@@ -176,3 +189,35 @@ def test_functions_of_shards_are_those_of_full_tensors(attention: str) -> None:
     assert not wrong
     gathering = {name: each[2] for name, each in results.items() if bool(each[2]) != CASES[name][1]}
     assert not gathering
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 3], [2, 5, 6, 9]], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 2, 5])
+def test_masks_that_are_recognised(offsets: list[int] | None, window: int | None) -> None:
+    """Each mask has the same pairs as the one from which it was read."""
+    tokens = torch.arange(12)
+    mask = tokens[:, None] >= tokens
+    documents = torch.bucketize(tokens, torch.tensor(offsets or [0]), right=True)
+    mask = mask & (documents[:, None] == documents)
+    if window is not None:
+        mask = mask.triu(1 - window)
+    found = causal_mask_of(mask.expand(2, 1, 12, 12), 12)
+    assert found is not None
+    again = tokens[:, None] >= tokens
+    if found.document_offsets is not None:
+        again = again & _same_document(found.document_offsets[0], tokens)
+    assert torch.equal(mask, again if found.window is None else again.triu(1 - found.window))
+
+
+def _same_document(offsets: Tensor, tokens: Tensor) -> Tensor:
+    documents = torch.bucketize(tokens, offsets, right=True)
+    return documents[:, None] == documents
+
+
+def test_masks_that_are_not_recognised() -> None:
+    causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    hole, empty_row, future = causal.clone(), causal.clone(), causal.clone()
+    hole[4, 1], empty_row[0, 0], future[2, 3] = False, False, True
+    growing = causal & torch.tensor([0, 0, 0, 2, 1, 1])[:, None].le(torch.arange(6))  # no window, no documents
+    for mask in (hole, empty_row, future, growing, causal.double(), causal[:, :5], causal.expand(2, 3, 6, 6)):
+        assert causal_mask_of(mask, 6) is None
