@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from support.hugging_face import VOCAB, language_model
 from support.models import Gpt2, Llama, LlamaArgs
 from support.parity import assert_same_training
 from support.ranks import on_ranks
+from weft import flight
 from weft.strategy.context import full_sequences, parallelize_context
 from weft.strategy.context.entry import Context
 from weft.strategy.modules.activation_checkpointing import checkpoint_activations
@@ -200,6 +202,33 @@ def test_saved_activations_are_proportional_to_the_tokens_of_a_rank(world_size: 
     own = _Saved(model).num_bytes(model, ids)
     assert own <= 1.05 * full / world_size
     assert own >= 0.8 * full / world_size
+
+
+def _calls(run: Callable[[], Tensor | None]) -> tuple[Counter[str], Any]:
+    """Return the number of calls of each collective, and the result."""
+    before = max((each["begin"] for each in flight.calls()), default=0.0)
+    result = run()
+    calls = [each["call"].partition("(")[0] for each in flight.calls() if each["begin"] > before]
+    return Counter(calls), result
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+def test_number_of_communications(world_size: int, attention: str) -> None:
+    """Each layer communicates in its attention alone, and the loss in one sum: nothing is gathered."""
+    torch.manual_seed(0)
+    model = Llama(LlamaArgs(dtype=torch.float64))
+    parallelize_context(model, dist.group.WORLD, attention=attention)
+    [ids] = token_batches(1, 16, LlamaArgs().vocab_size)
+    forward, loss = _calls(functools.partial(next_token_loss, model, ids))
+    backward, _ = _calls(loss.backward)
+    layers, others = LlamaArgs().n_layers, world_size - 1
+    if attention == "ring":
+        assert forward == {"send": layers * others, "recv": layers * others, "all_reduce": 1}
+        assert backward == {"send": 2 * layers * others, "recv": 2 * layers * others, "all_reduce": 1}
+    else:
+        assert forward == {"all_to_all": 2 * layers, "all_reduce": 1}
+        assert backward == {"all_to_all": 2 * layers, "all_reduce": 1}
 
 
 @on_ranks(2)
