@@ -59,6 +59,7 @@ def _check_options(owner: str, options: Options) -> None:
     if options.is_stock:
         raise ValueError(f"{owner} got no plan, which a search for the largest batch needs; pass plan='auto'.")
     unsupported = {
+        "context-parallel ranks": options.has_context,
         "offload": options.offload is not None,
         "activation_offload": options.activation_offload,
         "join_gate_up": options.join_gate_up,
