@@ -1,4 +1,4 @@
-"""Compares batches between ranks that compute one batch together: a tensor-parallel group, or a pipeline."""
+"""Compares batches between ranks that compute one together: by tensor or context parallelism, or in a pipeline."""
 
 from __future__ import annotations
 

@@ -20,31 +20,43 @@ DATA_AXIS = "data_parallel"
 class DataAxes:
     """The data axes of one mesh, with the modules that are sharded or whose gradients are averaged over these axes.
 
-    mesh: has the axis data_parallel and, if data_replicate_size is not 1, the axis data_replicate before it.
-    group: this rank's group along the data axes; its ranks get different data.
+    mesh: has the axis data_parallel and, if data_replicate_size is not 1, the axis data_replicate before it. The
+        context-parallel ranks are in data_parallel; see `Groups`.
+    group: this rank's group along these axes, which averages gradients.
+    data_group: those of its ranks that get different data: all but the context-parallel ranks.
     zero_stage: the ZeRO stage, 0 to 3, which determines the tensors that are sharded over data_parallel.
     """
 
-    def __init__(self, mesh: DeviceMesh, group: dist.ProcessGroup, zero_stage: int) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, group: dist.ProcessGroup, data_group: dist.ProcessGroup, zero_stage: int
+    ) -> None:
         self.mesh = mesh
         self.group = group
+        self.data_group = data_group
         self._zero_stage = zero_stage
-        self._data_size = mesh[DATA_AXIS].size()
+        self._shard_size = mesh[DATA_AXIS].size()
         self._reducers: dict[Module, Any] = {}
         self._sharded: list[Module] = []
 
     @property
     def size(self) -> int:
-        return self.group.size()
+        """Return the number of ranks with different data."""
+        return self.data_group.size()
 
     @property
     def rank(self) -> int:
-        return self.group.rank()
+        """Return the rank in `data_group`; ranks with equal ones get the same data."""
+        return self.data_group.rank()
+
+    @property
+    def num_gradient_ranks(self) -> int:
+        """Return the number of ranks that average gradients, context-parallel ranks included."""
+        return self.group.size()
 
     @property
     def shards_parameters(self) -> bool:
         """Return whether FSDP2 shards parameters over data_parallel, and averages gradients in place of weft."""
-        return self._zero_stage >= 2 and self._data_size > 1
+        return self._zero_stage >= 2 and self._shard_size > 1
 
     @property
     def sharding_mesh(self) -> DeviceMesh:
@@ -79,14 +91,14 @@ class DataAxes:
         return names
 
     def average_gradients_of(self, module: Module) -> None:
-        """Average a module's gradients in each later backward; does nothing on one data rank or if `shards_parameters`.
+        """Average a module's gradients in each later backward; does nothing on one rank or if `shards_parameters`.
 
         Call this after the parameters are on their final device: moving a DTensor removes its hooks.
 
         Raises:
             ValueError: `zero_stage` needs unsharded parameters, and an earlier run or the user's code has used FSDP2.
         """
-        if self.size == 1 or self.shards_parameters:
+        if self.num_gradient_ranks == 1 or self.shards_parameters:
             return
         if any(isinstance(inner, FSDPModule) for inner in module.modules()):
             raise ValueError(
@@ -104,7 +116,7 @@ class DataAxes:
 
         With FSDP2, each optimizer step frees the parameters that are still gathered, because a step makes them stale.
         """
-        if not self.shards_parameters and self.size > 1:
+        if not self.shards_parameters and self.num_gradient_ranks > 1:
             optimizer.register_step_pre_hook(lambda *_: self._average_pending())
         if self._sharded:
             from weft.strategy.data_parallel.fully_sharded import free_gathered
@@ -116,7 +128,7 @@ class DataAxes:
                     free_gathered(module)
 
             optimizer.register_step_post_hook(free)
-        if self._zero_stage == 1 and self._data_size > 1:
+        if self._zero_stage == 1 and self._shard_size > 1:
             from weft.strategy.data_parallel import ShardedStates, sharded_states_of
 
             if sharded_states_of(optimizer) is None:  # an optimizer of an earlier run already has ShardedStates
@@ -124,7 +136,7 @@ class DataAxes:
 
     def average(self, parameter: Tensor) -> None:
         """Average the complete gradient of a parameter now, unless FSDP2 reduces gradients; collective."""
-        if self.size > 1 and not self.shards_parameters:
+        if self.num_gradient_ranks > 1 and not self.shards_parameters:
             from weft.strategy.data_parallel.reducer import average_gradient
 
             average_gradient(parameter, self.group)

@@ -30,7 +30,7 @@ from weft._plugin.end_summary import EndSummary
 from weft._plugin.first_gradients import FirstGradients
 from weft._plugin.in_backward_steps import InBackwardSteps
 from weft._plugin.memory_watch import MemoryWatch
-from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS
+from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS, Groups, axis_sizes
 from weft._plugin.options import (
     Options,
     check_joined_weights,
@@ -69,7 +69,7 @@ class Engine:
         name: the name of the strategy's class, for errors.
         plan: the plan that is applied; None: the user's code shards the model.
         stages: divides the model into the stages of a pipeline, if the options request it.
-        batch_check: compares batches between the ranks of a tensor-parallel group.
+        batch_check: compares batches between the ranks of `same_data_group`.
         chosen_sizes, chosen_stage: with layout="auto", the sizes of the axes and the ZeRO stage once they are chosen.
         The other attributes are the arguments, and parts that their classes describe.
 
@@ -101,6 +101,7 @@ class Engine:
         self.start_summary = StartSummary(self)
         self.end_summary = EndSummary(self)
         self._data_axes: DataAxes | None = None
+        self._groups: Groups | None = None
         self.chosen_sizes: MeshSizes | None = None
         self.chosen_stage: int | None = None
         self.predicted_bytes: int | None = None  # of a rank, by the search that chose the sizes
@@ -150,7 +151,25 @@ class Engine:
     @property
     def data_group(self) -> dist.ProcessGroup:
         """Return this rank's group along the data axes, whose ranks get different data."""
-        return self.data_axes.group
+        return self.data_axes.data_group
+
+    @property
+    def context_group(self) -> dist.ProcessGroup | None:
+        """Return this rank's context-parallel group, whose ranks get the same data; None: it has one rank."""
+        return self.groups.context
+
+    @property
+    def same_data_group(self) -> dist.ProcessGroup:
+        """Return the ranks that get the same data as this rank: of its context- and tensor-parallel groups."""
+        return self.groups.same_data
+
+    @property
+    def same_data_kind(self) -> str:
+        """Return the name of the kind of `same_data_group`, for errors."""
+        if self.context_group is None:
+            return "tensor-parallel group"
+        has_tensor = self.tensor_parallel_group.size() > 1
+        return "context- and tensor-parallel group" if has_tensor else "context-parallel group"
 
     @property
     def data_axes(self) -> DataAxes:
@@ -160,6 +179,15 @@ class Engine:
                 f"{self.name} has no data axes before its process group exists; read them in setup or later."
             )
         return self._data_axes
+
+    @property
+    def groups(self) -> Groups:
+        """Return the groups of this rank; raises RuntimeError before `begin_run`."""
+        if self._groups is None:
+            raise RuntimeError(
+                f"{self.name} has no groups before its process group exists; read them in setup or later."
+            )
+        return self._groups
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -173,7 +201,7 @@ class Engine:
         return {
             "weft": weft.__version__,
             "torch": str(torch.__version__),
-            "mesh": dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
+            "mesh": axis_sizes(self.mesh, self.context_group),
             "plan": str(self.plan),
         }
 
@@ -208,9 +236,10 @@ class Engine:
                 f"{self.name} got {what} on CPU devices, whose activations are in CPU memory already; leave it out."
             )
 
-    def begin_run(self, data_axes: DataAxes) -> None:
-        """Begin a run on these axes; the process group and the mesh must exist. Collective."""
-        self._data_axes = data_axes
+    def begin_run(self, groups: Groups) -> None:
+        """Begin a run with these groups; the process group and the mesh must exist. Collective."""
+        self._groups = groups
+        self._data_axes = DataAxes(self.mesh, groups.gradients, groups.data, self.sharding_stage)
         self.broadcast_random_state()
         self.batch_check.restart()
         self.stages.batch_check.restart()
@@ -227,7 +256,7 @@ class Engine:
 
     def broadcast_random_state(self) -> None:
         """Make the ranks that get the same data draw the same random numbers; collective."""
-        broadcast_random_state(self.tensor_parallel_group, self.device)
+        broadcast_random_state(self.same_data_group, self.device)
         if self.options.has_stages:
             broadcast_random_state(self.stages.group, self.device)
 
@@ -250,14 +279,14 @@ class Engine:
         # An earlier hook may have drawn random numbers on some ranks only; deferred parameters are not broadcast later.
         with contextlib.ExitStack() as stack:
             if self._data_axes is not None:  # the process group exists; before `fit` there is none
-                groups = (self.data_group, self.tensor_parallel_group)
+                groups = (self.data_group, self.same_data_group)
                 stack.enter_context(random_state_of_first_rank(*groups, self.device))
             stack.enter_context(deferred_init())
             yield
 
     def check_batch(self, loop: str, batch: Any) -> None:
-        """Raise ValueError if the ranks of a tensor-parallel group have different batches; see `BatchCheck.check`."""
-        self.batch_check.check(loop, batch, self.tensor_parallel_group, self.device)
+        """Raise ValueError if the ranks of `same_data_group` have different batches; see `BatchCheck.check`."""
+        self.batch_check.check(loop, batch, self.same_data_group, self.device, self.same_data_kind)
 
     # ---- optimizers ----------------------------------------------------------------------------------------
 

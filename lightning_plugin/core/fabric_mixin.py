@@ -54,7 +54,7 @@ class _WithoutSync:
 
 
 class FabricMixin(StrategyMixin, StockFabricStrategy):
-    """Tensor parallelism by plan, sharded or replicated data parallelism, and pipeline parallelism, for Fabric.
+    """Tensor parallelism by plan, sharded or replicated data, context and pipeline parallelism, for Fabric.
 
     A drop-in for Fabric's ModelParallelStrategy.
     """
@@ -159,7 +159,8 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
             engine.broadcast_values(module)
         join_weights(engine, module)
         engine.broadcast_random_state()
-        module.register_forward_pre_hook(self._check_batch)
+        # Before hooks that shard the sequences of a batch.
+        module.register_forward_pre_hook(self._check_batch, prepend=engine.context_group is not None)
         self._modules.append(module)
         engine.average_gradients_of(module)
         engine.memory_watch.begin(module)

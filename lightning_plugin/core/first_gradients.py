@@ -45,5 +45,5 @@ class FirstGradients:
             return  # FSDP2 does not set `grad` while gradients are only accumulated
         self._is_checked = True
         for module in modules:
-            check_replicated_gradients(module, self._fingerprints, self._engine.data_group)
+            check_replicated_gradients(module, self._fingerprints, self._engine.data_axes.group)
         self._fingerprints.clear()

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 # also has buffers of its own.
 _USED = 0.97
 _USED_OF_HOST = 0.8  # of the memory of CPU ranks, where interpreters, data sets and loaders need some
-_AXES = ("pipeline_parallel", "data_replicate", "data_parallel", "tensor_parallel")
 
 
 class LargestBatch(NamedTuple):
@@ -60,6 +59,7 @@ def _check_options(owner: str, options: Options) -> None:
     if options.is_stock:
         raise ValueError(f"{owner} got no plan, which a search for the largest batch needs; pass plan='auto'.")
     unsupported = {
+        "context-parallel ranks": options.has_context,
         "offload": options.offload is not None,
         "activation_offload": options.activation_offload,
         "join_gate_up": options.join_gate_up,
@@ -101,7 +101,7 @@ def _search(
             max_rows=max_rows,
             num_waiting_batches=1,
             batch=_batch_of(trainer.fit_loop._data_source.instance),
-            layout=layout_text(dict(zip(_AXES, sizes, strict=True))),
+            layout=layout_text(sizes._asdict()),
             accumulate_grad_batches=trainer.accumulate_grad_batches,
             **{**options_of_training(engine), "zero_stage": engine.sharding_stage},
             **in_stages,

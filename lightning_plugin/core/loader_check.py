@@ -69,11 +69,12 @@ def check_equal_states(
     loader_name: str,
     advice: str,
     key: Callable[[tuple[int, ...]], Any] = lambda numbers: numbers,
+    same_data_kind: str = "tensor-parallel group",
 ) -> None:
     """Raise ValueError if ranks that run every batch together differ in `key` of their numbers.
 
-    Such ranks are the ranks of a tensor-parallel group, the stages of a pipeline and, if `exchanged` is not None,
-    data-parallel ranks.
+    Such ranks are the ranks of a tensor-parallel or a context-parallel group, the stages of a pipeline and, if
+    `exchanged` is not None, data-parallel ranks.
 
     Args:
         states: of all ranks that call this function, in the same order on each, so that all ranks raise or none does.
@@ -83,9 +84,10 @@ def check_equal_states(
         loader_name: the subject of the error, such as "the training loader".
         advice: the remedy in the error.
         key: returns the value that must be equal, from a rank's numbers; by default the numbers themselves.
+        same_data_kind: the name of the kind of group whose ranks get the same batches.
     """
     reasons: list[tuple[Callable[[LoaderState], object], str]] = [
-        (lambda s: (s.data_rank, s.pipeline_rank), "the ranks of a tensor-parallel group must get the same batches"),
+        (lambda s: (s.data_rank, s.pipeline_rank), f"the ranks of a {same_data_kind} must get the same batches"),
         (lambda s: s.data_rank, "the stages of a pipeline must get the same batches"),
     ]
     if exchanged is not None:

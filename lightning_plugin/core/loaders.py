@@ -1,8 +1,8 @@
 """Sets up data loaders: keeps their order and compares their lengths between ranks.
 
-The ranks of a tensor-parallel group and the stages of a pipeline have the same data-parallel rank and get the same
-batches. Data-parallel ranks get different batches; they must run equally many batches only if they exchange tensors in
-every batch.
+The ranks of a tensor-parallel or context-parallel group and the stages of a pipeline have the same data-parallel rank
+and get the same batches. Data-parallel ranks get different batches; they must run equally many batches only if they
+exchange tensors in every batch.
 
 Lengths are gathered when a loader is set up. Under the Trainer, lengths of validation, test and prediction loaders are
 compared at once; if lengths of training loaders differ, the next training step compares the numbers of batches that
@@ -67,7 +67,7 @@ class Loaders:
         state = LoaderState(dist.get_rank(), engine.data_axes.rank, stage, tuple(numbers))
         world = dist.group.WORLD
         assert world is not None
-        groups = [world] if from_all_ranks else [engine.tensor_parallel_group, *stage_groups]
+        groups = [world] if from_all_ranks else [engine.same_data_group, *stage_groups]
         return gather(state, groups, engine.device)
 
     def check_next(self, loader_name: str, advice: str, exchanged: str | None, has_batch: bool) -> None:
@@ -78,7 +78,9 @@ class Loaders:
         exchanged: the tensors that data-parallel ranks exchange in every batch, such as "gradients"; None: none.
         """
         states = self.gather_states(int(has_batch), from_all_ranks=exchanged is not None)
-        check_equal_states(states, exchanged, describe_next, loader_name, advice)
+        check_equal_states(
+            states, exchanged, describe_next, loader_name, advice, same_data_kind=self._engine.same_data_kind
+        )
 
 
 class FabricLoaders(Loaders):
@@ -159,7 +161,8 @@ class TrainerLoaders(Loaders):
             # The number of training batches depends on all training loaders and on max_steps.
             return limited if loop != "training" else (length == UNKNOWN, length == 0)
 
-        check_equal_states(states, exchanged, describe_length, loader_name, advice, key)
+        kind = self._engine.same_data_kind
+        check_equal_states(states, exchanged, describe_length, loader_name, advice, key, same_data_kind=kind)
         lengths, _, are_reliable = zip(*(s.numbers for s in states), strict=True)
         if loop == "training":
             self._training_lengths_differ |= len(set(lengths)) > 1
@@ -226,6 +229,7 @@ class TrainerLoaders(Loaders):
             "the training loader",
             _advice("limit_train_batches"),
             key=lambda numbers: numbers[1:],  # the first one, num_batches, is only for the error
+            same_data_kind=self._engine.same_data_kind,
         )
 
     def _log_order(self, dataloader: Any) -> None:

@@ -1,4 +1,4 @@
-"""Shards a module for one strategy, in this order: stages, layers, activation checkpoints, data axes."""
+"""Shards a module for one strategy, in this order: stages, layers, sequences, activation checkpoints, data axes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from weft._plugin.read_bar import ReadBar
 from weft._plugin.replicas import has_meta_tensors, materialized_bytes
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from weft._plugin.engine import Engine
 
 _LARGE_BYTES = 10**6
@@ -53,6 +55,8 @@ def apply_plan(
         if engine.plan is not None:
             _shard_layers(engine, module)
             _check_gated_mlps(engine, module)
+        if engine.context_group is not None:
+            _shard_sequences(engine, module, engine.context_group)
         _checkpoint_activations(engine, module)
         if engine.plan is not None:
             _shard_over_data_axes(engine, module, **shard_options)
@@ -88,6 +92,12 @@ def _shard_layers(engine: Engine, module: Module) -> None:
     shards_further = engine.data_axes.shards_parameters
     stays_plain = shards_further and not engine.options.has_stages
     parallelize(module, engine.mesh, engine.plan, keeps_plain_on_one_rank=stays_plain, keeps_deferred=shards_further)
+
+
+def _shard_sequences(engine: Engine, module: Module, group: dist.ProcessGroup) -> None:
+    from weft.strategy.context import parallelize_context
+
+    parallelize_context(module, group, attention=engine.options.context_attention)
 
 
 def _check_gated_mlps(engine: Engine, module: Module) -> None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
+from weft._plugin.context_options import check_context, has_context_ranks
+
 if TYPE_CHECKING:
     from weft.strategy.pipeline import AutoCuts
     from weft.strategy.planning.layout import MeshSizes, Sizes
@@ -29,6 +31,7 @@ _DEFAULT_SIZES = {
     "data_parallel_size": "auto",
     "tensor_parallel_size": "auto",
     "pipeline_parallel_size": 1,
+    "context_parallel_size": 1,
 }
 _FLAGS = (
     *("fused_optimizers", "empty_init", "activation_offload", "sequence_parallel", "join_gate_up"),
@@ -117,7 +120,7 @@ class Options:
         zero_stage: what is sharded over the data-parallel axis. 3: parameters, gradients and optimizer states (FSDP2,
             which frees the gathered parameters of each unit after its forward); 2: the same, but the gathered
             parameters are freed after the unit's backward; 1: only the optimizer states; 0: nothing. None: 3 with a
-            plan or `pipeline_cuts`; without these, the user's code does all the sharding.
+            plan, `pipeline_cuts` or context-parallel ranks; without these, the user's code does all the sharding.
         layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; omitted axes have one rank. "auto", under the
             Trainer: weft chooses replicas, data-parallel and tensor-parallel ranks at the start of a run, by dry runs
             on rank 0 (see `weft tune`), for which the script must call the Trainer under `if __name__ == "__main__"`.
@@ -126,6 +129,12 @@ class Options:
         sequence_parallel: with a plan, also shard the tokens over the tensor-parallel ranks between the layers that are
             sharded by features: in norms, residual sums and dropout, and in their saved activations. With
             `pipeline_cuts`, between the blocks of each stage.
+        context_parallel_size: the number of ranks that get the same batch and compute different tokens of each
+            sequence. Gradients are averaged, and `zero_stage` shards, over these and the data-parallel ranks together.
+            In `layout`, it is the size "cp", as in "dp2,cp2,tp2". Without pipelines and `sequence_parallel`.
+        context_attention: how attention computes with sequences that context-parallel ranks shard. "ring": keys and
+            values travel around the ranks; "ulysses": an all-to-all gives each rank some heads for all tokens, and the
+            number of ranks must divide the number of heads.
         pipeline_cuts: a list of names, the first module of each stage after stage 0, in the divided module or in the
             LightningModule; or "auto", see `weft.strategy.pipeline.AutoCuts`. The Trainer runs `training_step` and the
             other steps once for each micro-batch (code before the call of the divided module on every stage, code after
@@ -184,6 +193,8 @@ class Options:
     layout: str | None = None
     memory_limit: int | str | None = None
     sequence_parallel: bool = False
+    context_parallel_size: int = 1
+    context_attention: Literal["ring", "ulysses"] = "ring"
     pipeline_cuts: Any = None
     pipeline_module: str | None = None
     pipeline_parallel_size: int = 1
@@ -202,7 +213,8 @@ class Options:
     @property
     def is_stock(self) -> bool:
         """Return whether the sizes of axes have the same meaning as in ModelParallelStrategy."""
-        are_sizes_stock = self.layout is None and self.data_replicate_size == 1 and self.pipeline_parallel_size == 1
+        sizes = (self.data_replicate_size, self.pipeline_parallel_size, self.context_parallel_size)
+        are_sizes_stock = self.layout is None and all(size == 1 for size in sizes)
         return self.plan is None and self.zero_stage is None and are_sizes_stock and self.pipeline_cuts is None
 
     @property
@@ -213,7 +225,7 @@ class Options:
     @property
     def needs_plan(self) -> bool:
         """Whether other options require a plan; if `plan` is None, a plan without rules is then applied."""
-        return self.zero_stage is not None or self.has_stages
+        return self.zero_stage is not None or self.has_stages or self.has_context
 
     @property
     def has_low_precision(self) -> bool:
@@ -224,6 +236,11 @@ class Options:
     def has_stages(self) -> bool:
         """Whether the model is divided into the stages of a pipeline."""
         return self.pipeline_cuts is not None
+
+    @property
+    def has_context(self) -> bool:
+        """Whether there are several context-parallel ranks."""
+        return has_context_ranks(self)
 
     @property
     def offloads_parameters(self) -> bool:
@@ -293,6 +310,7 @@ class Options:
         check_options(owner, self)
         sizes = self._sizes(owner, data_parallel_size, tensor_parallel_size)
         self._validate_pipeline(owner, sizes)
+        check_context(owner, self, sizes)
         return sizes
 
     def _validate_states(self, owner: str) -> None:
@@ -458,6 +476,7 @@ class Options:
             "data_parallel_size": data_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
+            "context_parallel_size": self.context_parallel_size,
         }
         try:
             if self.layout is None:
@@ -474,18 +493,19 @@ class Options:
 
 
 def check_rows_on_one_data_rank(owner: str, sizes: MeshSizes) -> None:
-    """Raise ValueError for optimizer_in_backward="rows" with several data ranks, which average full gradients."""
+    """Raise ValueError for optimizer_in_backward="rows" with several ranks that average full gradients."""
     num_data = sizes.data_replicate * sizes.data_parallel
-    if num_data > 1:
-        raise ValueError(
-            f"{owner} got optimizer_in_backward='rows' with {num_data} data-parallel ranks, over which full gradients "
-            "are averaged; pass True, or a layout without data-parallel ranks."
-        )
+    for kind, size in (("data-parallel", num_data), ("context-parallel", sizes.context_parallel)):
+        if size > 1:
+            raise ValueError(
+                f"{owner} got optimizer_in_backward='rows' with {size} {kind} ranks, over which full gradients are "
+                f"averaged; pass True, or a layout without {kind} ranks."
+            )
 
 
 def check_offloaded_parameters(owner: str, options: Options, sizes: MeshSizes) -> None:
     """Raise ValueError for offloaded parameters on one data rank, which shards nothing by FSDP2."""
-    if options.offloads_parameters and sizes.data_parallel == 1:
+    if options.offloads_parameters and sizes.data_parallel * sizes.context_parallel == 1:
         raise ValueError(
             f"{owner} got offload={options.offload!r} with 1 data-parallel rank, and FSDP2 offloads parameters that it "
             "shards over several; pass offload={'optimizer': 'cpu'}, or a layout with data-parallel ranks, as 'dp2'."
@@ -494,10 +514,12 @@ def check_offloaded_parameters(owner: str, options: Options, sizes: MeshSizes) -
 
 def check_joined_weights(owner: str, options: Options, sizes: MeshSizes) -> None:
     """Raise ValueError for join_gate_up with data ranks that shard parameters: each gathers into new memory."""
-    if options.join_gate_up and sizes.data_parallel > 1 and options.sharding_stage >= 2:
+    num_shards = sizes.data_parallel * sizes.context_parallel
+    if options.join_gate_up and num_shards > 1 and options.sharding_stage >= 2:
+        kind = "data-parallel" if sizes.context_parallel == 1 else "data- and context-parallel"
         raise ValueError(
-            f"{owner} got join_gate_up=True with {sizes.data_parallel} data-parallel ranks, which gather each weight "
-            "into memory of its own; pass zero_stage=1 or 0, or join_gate_up=False."
+            f"{owner} got join_gate_up=True with {num_shards} {kind} ranks, which gather each weight into memory of "
+            "its own; pass zero_stage=1 or 0, or join_gate_up=False."
         )
 
 

@@ -37,7 +37,7 @@ class ReplicaMixin:
     Args:
         every_n_steps: the optimizer steps between two checks. The last step is checked, too, at the end of training.
         axes: the mesh axes over which replicas are compared, some of "data_replicate", "data_parallel",
-            "tensor_parallel" and "pipeline_parallel". None: all.
+            "tensor_parallel" and "pipeline_parallel"; context-parallel ranks are along "data_parallel". None: all.
 
     Attributes:
         num_compared: the tensors of this rank that the last check compared with those of other ranks.

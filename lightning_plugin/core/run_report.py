@@ -21,7 +21,7 @@ from weft import collectives, flight, memory
 from weft._plugin.console import Console
 from weft._plugin.data_axes import DATA_AXIS, REPLICATE_AXIS
 from weft._plugin.health_monitor import measures_waiting
-from weft._plugin.meshes import PIPELINE_AXIS, TENSOR_AXIS
+from weft._plugin.meshes import CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, axis_sizes
 from weft._plugin.monitors import check_at_least_one, num_steps
 from weft._plugin.run_curves import Curves
 from weft._plugin.step_times import StepTimer
@@ -30,7 +30,7 @@ from weft._plugin.throughput_monitor import first_dim, num_data_ranks
 
 _MOST_CALLS = 512  # that `weft.flight.calls` returns
 # Names of the axes in a layout, such as "pp2,tp2".
-_SHORT = {PIPELINE_AXIS: "pp", REPLICATE_AXIS: "rep", DATA_AXIS: "dp", TENSOR_AXIS: "tp"}
+_SHORT = {PIPELINE_AXIS: "pp", REPLICATE_AXIS: "rep", DATA_AXIS: "dp", CONTEXT_AXIS: "cp", TENSOR_AXIS: "tp"}
 
 
 class ReportMixin:
@@ -276,16 +276,16 @@ class ReportMixin:
 
     def _data(self, trainer: Any, status: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         strategy = trainer.strategy
-        mesh = strategy.device_mesh
-        axes = [[name, size] for name, size in zip(_axis_names(mesh), mesh.shape, strict=True)]
+        sizes = axis_sizes(strategy.device_mesh, strategy.context_parallel_group)
+        parts = [f"{_SHORT[name]}{size}" for name, size in sizes.items() if size > 1]
         return {
             "run": {
                 "module": self._module_name,
                 "status": status,
-                "layout": ",".join(f"{_SHORT.get(name, name)}{size}" for name, size in axes if size > 1) or "tp1",
+                "layout": ",".join(parts) or "tp1",
                 "num_ranks": trainer.world_size,
                 "num_steps": self._step,
-                "mesh": axes,
+                "mesh": [[name, size] for name, size in sizes.items()],
                 "summary": list(strategy.start_summary),
                 "facts": _facts(trainer),
             },
@@ -323,6 +323,8 @@ class _StepWindow:
         axis_of = {
             mesh.get_group(dim).group_name: name for dim, name in enumerate(_axis_names(mesh)) if mesh.shape[dim] > 1
         }
+        if strategy.context_parallel_group is not None:
+            axis_of[strategy.context_parallel_group.group_name] = CONTEXT_AXIS
         calls = flight.calls()
         found: dict[str, list[int]] = {}
         for call in calls:

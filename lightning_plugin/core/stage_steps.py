@@ -63,7 +63,7 @@ class StageSteps:
             return None
         from weft.strategy.data_parallel import GradientReducer
 
-        return GradientReducer(torch.nn.ParameterList(parameters), self._engine.data_group)
+        return GradientReducer(torch.nn.ParameterList(parameters), self._engine.data_axes.group)
 
     def end(self) -> None:
         """End the steps; `compute` of metrics stays replaced until `remove_metrics`."""

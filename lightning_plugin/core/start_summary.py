@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from weft._plugin.meshes import axis_sizes
+
 if TYPE_CHECKING:
     from weft._plugin.engine import Engine
 
@@ -31,12 +33,15 @@ class StartSummary:
             self.lines = ["nothing is sharded, as there is one device (on CPU, devices='auto' means 1)."]
             engine.console.log(f"weft: {self.lines[0]}")
             return
-        assert mesh.mesh_dim_names is not None and plan is not None
-        sizes = ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        stage = f", zero_stage={engine.sharding_stage}" if engine.data_axes.size > 1 else ""
+        assert plan is not None
+        sizes = ", ".join(f"{name}={size}" for name, size in axis_sizes(mesh, engine.context_group).items())
+        stage = f", zero_stage={engine.sharding_stage}" if engine.data_axes.num_gradient_ranks > 1 else ""
+        attention = (
+            f", context_attention={engine.options.context_attention}" if engine.context_group is not None else ""
+        )
         unverified = ", without verification" if plan.verify == "never" else ""
         lines = [
-            f"layout: {sizes}{stage}; plan: {plan.preset or 'rules'}{unverified}.",
+            f"layout: {sizes}{stage}{attention}; plan: {plan.preset or 'rules'}{unverified}.",
             *self._sharding_lines(module),
         ]
         self.lines = lines + self._memory_of_ranks(module)
@@ -48,7 +53,7 @@ class StartSummary:
 
         if self._engine.tensor_parallel_group.size() > 1:
             return summary(module)
-        if self._engine.data_axes.size > 1:
+        if self._engine.data_axes.num_gradient_ranks > 1:
             return replicated_lines(module)
         return ["each rank has the layers of its own stages, which are not sharded."]
 
@@ -62,7 +67,7 @@ class StartSummary:
         )
         sizes = torch.tensor([parameter_bytes, trainable_bytes], device=engine.device)
         full_bytes = sum(p.nbytes for p in parameters)
-        groups = [engine.tensor_parallel_group, engine.data_group]  # innermost first, for the order of the ranks
+        groups = [engine.tensor_parallel_group, engine.data_axes.group]  # innermost first, for the order of the ranks
         if engine.pipeline is not None:
             groups.append(engine.stages.group)
             total_bytes = torch.tensor([full_bytes], device=engine.device)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from weft._plugin.data_axes import DataAxes
 from weft._plugin.engine import Engine
 from weft._plugin.error_reports import shared_under_torchrun
 from weft._plugin.launcher import guarded
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from weft._plugin.data_axes import DataAxes
     from weft._plugin.stock_strategies import StockStrategy
     from weft.strategy import Plan
     from weft.strategy.pipeline import Pipeline
@@ -44,6 +44,11 @@ class StrategyMixin(StockStrategy):
     def tensor_parallel_group(self) -> dist.ProcessGroup:
         """Return this rank's group along the axis tensor_parallel, whose ranks get the same data."""
         return self._engine.tensor_parallel_group
+
+    @property
+    def context_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return this rank's context-parallel group, whose ranks get the same data; None: it has one rank."""
+        return self._engine.context_group
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -133,15 +138,16 @@ class StrategyMixin(StockStrategy):
         environment = self.cluster_environment
         if type(environment).__name__ == "TorchElasticEnvironment":
             guard().print_errors_once(shared_under_torchrun(environment.local_rank(), environment.node_rank()))
-        self._device_mesh, group = cached_mesh(self._device_mesh, sizes, options.has_stages)
+        self._device_mesh, groups = cached_mesh(self._device_mesh, sizes, options.has_stages)
         background.wait(raises=False)  # for a save of a run that an error has ended
-        engine.begin_run(DataAxes(self._device_mesh, group, engine.sharding_stage))
+        engine.begin_run(groups)
 
     def _set_sizes(self) -> None:
         """Set the sizes from which the stock strategy makes its mesh, if they are known."""
         sizes = self._engine.sizes_of_mesh()
         if sizes is not None:
-            self._data_parallel_size = sizes.pipeline_parallel * sizes.data_replicate * sizes.data_parallel
+            num_data = sizes.data_replicate * sizes.data_parallel * sizes.context_parallel
+            self._data_parallel_size = sizes.pipeline_parallel * num_data
             self._tensor_parallel_size = sizes.tensor_parallel
 
     def _owns_process_control(self) -> bool:

@@ -28,8 +28,8 @@ class _Mark(NamedTuple):
 class ThroughputMixin:
     """Logs samples and tokens per second of training, of all devices and per device, and the model FLOPs utilization.
 
-    Ranks that compute one batch together (in a tensor-parallel group or a pipeline) count the batch once. Logs every
-    `log_every_n_steps` of the Trainer; the time of validation does not count:
+    Ranks that compute one batch together (with tensor or context parallelism, or a pipeline) count the batch once. Logs
+    every `log_every_n_steps` of the Trainer; the time of validation does not count:
 
     - "throughput/samples_per_second", "throughput/tokens_per_second" and "throughput/flops_per_second" over all ranks,
     - "throughput/device/samples_per_second" and so on: these divided by the number of devices,

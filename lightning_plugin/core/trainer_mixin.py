@@ -58,7 +58,7 @@ def _check_no_averaging(trainer: Any) -> None:
 
 
 class TrainerMixin(StrategyMixin, StockTrainerStrategy):
-    """Tensor parallelism by plan, sharded or replicated data parallelism, and pipeline parallelism, for the Trainer.
+    """Tensor parallelism by plan, sharded or replicated data, context and pipeline parallelism, for the Trainer.
 
     A drop-in for Lightning's ModelParallelStrategy.
     """
@@ -344,7 +344,12 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         if engine.pipeline is not None:
             step = partial(run_step, step, self._module_in_stages())
             return self._stages.run_step(loop, step, args, kwargs)
-        return run_step(step, None, *args, **kwargs)
+        result = run_step(step, None, *args, **kwargs)
+        if engine.context_group is not None:
+            from weft.strategy.context import full_sequences
+
+            result = full_sequences(result)
+        return result
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the stock method; with `optimizer_in_backward` and clipping by norm, the backward runs twice."""

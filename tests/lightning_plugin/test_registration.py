@@ -63,7 +63,7 @@ def test_signature_extends_signature_of_lightning(name: str) -> None:
             "micro_batch_weight",
         ]
     last_arguments = ["resume"] if name in TRAINER_MODULES else []
-    assert list(ours)[-21 - len(pipeline_arguments) - len(last_arguments) :] == [
+    assert list(ours)[-23 - len(pipeline_arguments) - len(last_arguments) :] == [
         "plan",
         "check_batches",
         "check_batches_every",
@@ -80,6 +80,8 @@ def test_signature_extends_signature_of_lightning(name: str) -> None:
         "layout",
         "memory_limit",
         "sequence_parallel",
+        "context_parallel_size",
+        "context_attention",
         *pipeline_arguments,
         "verify",
         "join_gate_up",

@@ -158,7 +158,7 @@ class PlayedProcess:
 
     def run(self, request: Request, cluster: Cluster | None = None) -> list[Prediction]:
         PlayedProcess.num_runs += 1
-        stages, replicas, data, tensor = tuple(request.sizes)
+        stages, replicas, data, _, tensor = request.sizes
         num_rows, batches = 4 if request.num_rows is None else request.num_rows, request.accumulate_grad_batches
         if num_rows == self.impossible_rows:
             raise RuntimeError("Expected more than 1 value per channel")

@@ -50,6 +50,7 @@ class Request:
                 f"compare: the layout '{self.layout}' has a pipeline, which compare does not support; leave out 'pp' "
                 "and compare the other axes."
             )
+        sizes.check_no_context("compare", self.layout)
         if self.dtype not in TOLERANCES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TOLERANCES)
             raise ValueError(f"compare: dtype is {self.dtype!r}; pass one of torch's {names}.")

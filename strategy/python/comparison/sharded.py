@@ -23,7 +23,7 @@ _REPLICAS, _DATA, _TENSOR = "data_replicate", "data_parallel", "tensor_parallel"
 
 
 class JobMesh:
-    """The mesh of a layout over all ranks of the process group, and the groups of its axes.
+    """The mesh of a layout without context-parallel ranks, over all ranks of the process group, and its groups.
 
     data_group: this rank's group along both data axes, data_replicate and data_parallel together.
     mesh: all axes of the layout; pipeline_parallel only if it has several ranks.

@@ -124,16 +124,18 @@ class Request:
         """Return the number of ranks on each axis.
 
         Raises:
-            ValueError: an axis is "auto".
+            ValueError: an axis is "auto", or there are context-parallel ranks.
         """
         sizes = Sizes.parse(self.layout)
+        sizes.check_no_context("estimate", self.layout)
         counts = (sizes.data_replicate, sizes.data_parallel, sizes.tensor_parallel)
         if AUTO in counts:
             raise ValueError(
                 f"estimate: the layout '{self.layout}' leaves a size to the number of devices, which an estimate does "
                 "not have; give numbers."
             )
-        return MeshSizes(sizes.pipeline_parallel, *(int(count) for count in counts))
+        num_replicas, num_data, num_tensor = (int(count) for count in counts)
+        return MeshSizes(sizes.pipeline_parallel, num_replicas, num_data, sizes.context_parallel, num_tensor)
 
     @property
     def num_ranks(self) -> int:

@@ -14,6 +14,7 @@ from weft.strategy.planning.plan_text import from_mapping, load
 PIPELINE_AXIS = "pipeline_parallel"
 HUGGING_FACE = "huggingface"  # the value of 'plan' for the plan in the configuration of a transformers model
 _AXES = ("data_replicate", "data_parallel", "tensor_parallel")
+_CONTEXT_AXIS = "context_parallel"
 _KEYS = (
     "model",
     "mesh",
@@ -159,6 +160,10 @@ def read_config(config: Any, folder: Path, layout: str | None = None) -> Trainin
     if len(given) > 1:
         raise ValueError("the configuration has both 'mesh' and 'layout'; give one of them.")
     mesh = _mesh(config["mesh"]) if "mesh" in config else _mesh_of_layout(config["layout"])
+    if axis_size(mesh, _CONTEXT_AXIS) > 1:
+        raise ValueError(
+            f"the mesh '{mesh}' has the axis '{_CONTEXT_AXIS}', for which there is no estimate; leave it out."
+        )
     options = {key: value for key, value in config.items() if key not in _NOT_OPTIONS}
     if options.get("optimizer_in_backward") in (True, "rows") and options.get("precision") == "16-mixed":
         raise ValueError(
@@ -210,7 +215,7 @@ def _mesh_of_layout(value: Any) -> _plan.Mesh:
     if not isinstance(value, str):
         raise ValueError(f"'layout' is {value!r}; give text such as 'pp2,dp2,tp2'.")
     sizes = Sizes.parse(value)
-    axes = {axis: getattr(sizes, axis) for axis in (PIPELINE_AXIS, *_AXES)}
+    axes = {axis: getattr(sizes, axis) for axis in (PIPELINE_AXIS, *_AXES, _CONTEXT_AXIS)}
     if AUTO in axes.values():
         raise ValueError(
             f"layout {value!r} leaves a size to the number of devices, which an estimate does not have; give numbers."

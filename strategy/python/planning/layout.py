@@ -15,8 +15,11 @@ _SHORT_NAMES = {
     "pp": "pipeline_parallel",
     "rep": "data_replicate",
     "dp": "data_parallel",
+    "cp": "context_parallel",
     "tp": "tensor_parallel",
 }
+_NEVER_AUTO = ("pipeline_parallel", "context_parallel")
+_HIDDEN = ("pipeline_parallel", "data_replicate", "context_parallel")  # from errors, where they have one rank
 _QUOTED_MESH = re.compile(r"'([a-z_]+=\d+(?:,[a-z_]+=\d+)*)'")
 _AXIS_SIZE = re.compile(r"\s*([a-z]+)\s*(\d+|auto)\s*")
 
@@ -27,6 +30,7 @@ class MeshSizes(NamedTuple):
     pipeline_parallel: int
     data_replicate: int
     data_parallel: int
+    context_parallel: int
     tensor_parallel: int
 
 
@@ -34,12 +38,15 @@ class MeshSizes(NamedTuple):
 class Sizes:
     """The number of ranks on each axis; "auto": derived from the job's number of ranks.
 
-    data_replicate: replicas of the two axes inside it (data_parallel and tensor_parallel), each with different data.
+    data_replicate: replicas of the axes inside it (data_parallel, context_parallel and tensor_parallel), each with
+        different data.
     data_parallel: ranks with different data, which shard parameters, gradients or optimizer states as `zero_stage`
-        says.
+        says, together with the context-parallel ranks.
     tensor_parallel: ranks that shard the layers' arithmetic on the same data; the innermost axis, so that neighbouring
         ranks, which are usually on one host, form a group.
     pipeline_parallel: ranks with different layers; the outermost axis. Its size is never "auto".
+    context_parallel: ranks with the same data that compute different tokens of each sequence; between data_parallel and
+        tensor_parallel. Its size is never "auto".
     is_layout: whether the sizes come from a layout string; errors then suggest layout strings.
     """
 
@@ -47,19 +54,20 @@ class Sizes:
     data_parallel: Size = AUTO
     tensor_parallel: Size = AUTO
     pipeline_parallel: int = 1
+    context_parallel: int = 1
     is_layout: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, size in self._items():
             is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
-            may_be_auto = name != "pipeline_parallel"
+            may_be_auto = name not in _NEVER_AUTO
             if not is_number and not (may_be_auto and size == AUTO):
                 choice = ", or 'auto'" if may_be_auto else ""
                 raise ValueError(f"{name}_size is {size!r}; pass a number of ranks from 1 on{choice}.")
 
     @classmethod
     def parse(cls, layout: str) -> Sizes:
-        """Read a layout such as "dp2,tp2", "pp2,rep2,dp4,tp8" or "dpauto,tp4"; axes that it leaves out have one rank.
+        """Read a layout such as "dp2,tp2", "rep2,dp4,cp2,tp8" or "dpauto,tp4"; axes that it leaves out have one rank.
 
         Raises:
             ValueError: the text is not a layout, or has an axis twice.
@@ -71,8 +79,8 @@ class Sizes:
             if match is None or name is None or name in sizes:
                 raise ValueError(
                     f"layout {layout!r} has the part {item.strip()!r}; write each axis once, pp "
-                    "(pipeline parallel), rep (replicas), dp (data parallel) or tp (tensor parallel) and its size, as "
-                    "in 'rep2,dp4,tp8' or 'dpauto,tp4'."
+                    "(pipeline parallel), rep (replicas), dp (data parallel), cp (context parallel) or tp (tensor "
+                    "parallel) and its size, as in 'rep2,dp4,tp8' or 'dpauto,tp4'."
                 )
             sizes[name] = AUTO if match[2] == AUTO else int(match[2])
         return cls(**{"data_replicate": 1, "data_parallel": 1, "tensor_parallel": 1, **sizes}, is_layout=True)
@@ -99,8 +107,7 @@ class Sizes:
                 remaining_ranks //= sizes[name]
                 num_auto -= 1
         result = MeshSizes(**sizes)
-        hidden = ("pipeline_parallel", "data_replicate")
-        shown = {name: size for name, size in result._asdict().items() if name not in hidden or size != 1}
+        shown = {name: size for name, size in result._asdict().items() if name not in _HIDDEN or size != 1}
         try:
             Mesh.parse(",".join(f"{name}={size}" for name, size in shown.items())).check_world_size(num_ranks)
         except ValueError as error:
@@ -109,6 +116,17 @@ class Sizes:
             text = str(error).replace("mesh '", "layout '", 1)
             raise ValueError(_QUOTED_MESH.sub(lambda match: f"'{_layout_of(match[1])}'", text)) from None
         return result
+
+    def check_no_context(self, what: str, layout: str) -> None:
+        """Raise ValueError if there are context-parallel ranks.
+
+        `what`: the name of a tool that does not support them; `layout`: the text that gave these sizes.
+        """
+        if self.context_parallel > 1:
+            raise ValueError(
+                f"{what}: the layout '{layout}' has context-parallel ranks, which {what} does not support; leave out "
+                "'cp'."
+            )
 
     def _items(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in MeshSizes._fields[1:] + MeshSizes._fields[:1]]

@@ -179,7 +179,7 @@ class _Layers:
         torch.manual_seed(0)
         with torch.device(device), deferred_init():
             self._model = _one_block(training).to(torch.float32 if self._is_mixed else self._dtype).train()
-        job = JobMesh(MeshSizes(1, 1, 1, tensor_size), device.type)
+        job = JobMesh(MeshSizes(1, 1, 1, 1, tensor_size), device.type)
         parallelize(self._model, job.mesh, "auto")
         assert isinstance(training.model, DecoderModel)
         self._vocab_size = training.model.vocab_size

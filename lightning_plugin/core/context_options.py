@@ -1,0 +1,44 @@
+"""Validates the options of context parallelism, whose ranks compute different tokens of the same sequences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft._plugin.options import Options
+    from weft.strategy.planning.layout import Sizes
+
+ATTENTIONS = ("ring", "ulysses")
+
+
+def has_context_ranks(options: Options) -> bool:
+    """Return whether options ask for several context-parallel ranks; False for a layout that is not valid."""
+    from weft.strategy.planning.layout import Sizes
+
+    if options.layout is None or options.chooses_layout:
+        return options.context_parallel_size != 1
+    try:
+        return Sizes.parse(options.layout).context_parallel > 1
+    except ValueError:  # which validation raises, with the name of the strategy
+        return False
+
+
+def check_context(owner: str, options: Options, sizes: Sizes) -> None:
+    """Raise ValueError for an unknown attention, and for options that context-parallel ranks do not support."""
+    from weft.strategy import Plan
+
+    if options.context_attention not in ATTENTIONS:
+        raise ValueError(f"{owner} got context_attention={options.context_attention!r}; pass 'ring' or 'ulysses'.")
+    if sizes.context_parallel == 1:
+        return
+    shards_sequence = isinstance(options.plan, Plan) and options.plan.sequence_parallel
+    unsupported = {
+        "pipeline_cuts": options.has_stages,
+        "sequence_parallel=True": options.sequence_parallel or shards_sequence,
+    }
+    for name, is_given in unsupported.items():
+        if is_given:
+            raise ValueError(
+                f"{owner} got {sizes.context_parallel} context-parallel ranks and {name}, which are not supported "
+                "together; leave one of them out."
+            )
