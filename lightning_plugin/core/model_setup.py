@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from weft._plugin.read_bar import ReadBar
 from weft._plugin.replicas import has_meta_tensors, materialized_bytes
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from weft._plugin.engine import Engine
 
 _LARGE_BYTES = 10**6
@@ -55,8 +54,7 @@ def apply_plan(
         if engine.plan is not None:
             _shard_layers(engine, module)
             _check_gated_mlps(engine, module)
-        if engine.context_group is not None:
-            _shard_sequences(engine, module, engine.context_group)
+        _shard_sequences(engine, module)
         _checkpoint_activations(engine, module)
         if engine.plan is not None:
             _shard_over_data_axes(engine, module, **shard_options)
@@ -94,10 +92,16 @@ def _shard_layers(engine: Engine, module: Module) -> None:
     parallelize(module, engine.mesh, engine.plan, keeps_plain_on_one_rank=stays_plain, keeps_deferred=shards_further)
 
 
-def _shard_sequences(engine: Engine, module: Module, group: dist.ProcessGroup) -> None:
-    from weft.strategy.context import parallelize_context
+def _shard_sequences(engine: Engine, module: Module) -> None:
+    """Shard the module's sequences over the context-parallel ranks; without any, undo what an earlier run has done."""
+    if engine.context_group is None and "weft.strategy.context" not in sys.modules:
+        return
+    from weft.strategy.context import parallelize_context, remove_context
 
-    parallelize_context(module, group, attention=engine.options.context_attention)
+    if engine.context_group is None:
+        remove_context(module)
+    else:
+        parallelize_context(module, engine.context_group, attention=engine.options.context_attention)
 
 
 def _check_gated_mlps(engine: Engine, module: Module) -> None:
@@ -134,6 +138,10 @@ def _shard_over_data_axes(engine: Engine, module: Module, **shard_options: Any) 
     policy = mixed_precision_policy(str(engine.precision.precision))
     if engine.pipeline is None:
         engine.data_axes.shard(module, policy, offload_policy=engine.parameter_offload, **shard_options)
+        if engine.context_group is not None:
+            from weft.strategy.context import carry_through_fsdp
+
+            carry_through_fsdp(module)
     elif engine.data_axes.shards_parameters and not engine.pipeline.is_fully_sharded:
         engine.pipeline.fully_shard(engine.data_axes.sharding_mesh, mp_policy=policy)
 

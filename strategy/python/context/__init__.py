@@ -5,7 +5,7 @@
 """
 
 from weft.strategy.context import attention, elementwise, losses, products, reductions, views  # noqa: F401  (the rules)
-from weft.strategy.context.entry import carry_through_fsdp, parallelize_context
+from weft.strategy.context.entry import carry_through_fsdp, parallelize_context, remove_context
 from weft.strategy.context.sharded_sequence import ShardedSequence, full_sequences
 
-__all__ = ["ShardedSequence", "carry_through_fsdp", "full_sequences", "parallelize_context"]
+__all__ = ["ShardedSequence", "carry_through_fsdp", "full_sequences", "parallelize_context", "remove_context"]

@@ -52,7 +52,8 @@ def parallelize_context(module: nn.Module, group: dist.ProcessGroup, *, attentio
 
     Args:
         module: has an nn.Embedding; may be parallelized by a plan.
-        group: the context-parallel group; a group of one rank changes nothing.
+        group: the context-parallel group; a group of one rank changes nothing. A later call with another group
+            replaces the first one.
         attention: how F.scaled_dot_product_attention is computed: "ring" or "ulysses" attention, see `weft.ops`.
 
     Raises:
@@ -68,11 +69,17 @@ def parallelize_context(module: nn.Module, group: dist.ProcessGroup, *, attentio
             f"parallelize_context got a {type(module).__name__} without an nn.Embedding, where the sequence of tokens "
             "begins; leave context parallelism out."
         )
+    remove_context(module)
     context = Context(group, attention)
     for each in embeddings:
-        if _MARK not in each.__dict__:
-            each.__dict__[_MARK] = context
-            each.register_forward_pre_hook(context.shard_ids)
+        each.__dict__[_MARK] = each.register_forward_pre_hook(context.shard_ids)
+
+
+def remove_context(module: nn.Module) -> None:
+    """Make a module compute on full sequences again."""
+    for each in module.modules():
+        if isinstance(each, nn.Embedding) and _MARK in each.__dict__:
+            each.__dict__.pop(_MARK).remove()
 
 
 def carry_through_fsdp(module: nn.Module) -> None:
