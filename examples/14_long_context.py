@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from model import ModelArgs, Transformer
 from text import Windows, documentation_bytes
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from weft.lightning import MemoryMonitor, WeftModelParallelStrategy
 
@@ -33,12 +33,12 @@ SEED, BATCH_SIZE = 0, 2
 class LitTransformer(L.LightningModule):
     """Next-byte prediction, without code for sharding."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, num_tokens: int, num_steps: int) -> None:
         super().__init__()
-        self.tokens = tokens
+        self.num_tokens, self.num_steps = num_tokens, num_steps
 
     def configure_model(self) -> None:
-        self.model = Transformer(ModelArgs(max_seq_len=self.tokens))
+        self.model = Transformer(ModelArgs(max_seq_len=self.num_tokens))
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
@@ -51,6 +51,13 @@ class LitTransformer(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Return a loader of windows, which data-parallel ranks divide; context-parallel ranks get the same ones."""
+        replicas = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        windows = Windows(documentation_bytes(), self.num_steps * BATCH_SIZE, self.num_tokens, SEED)
+        sampler = DistributedSampler(windows, shuffle=False, **replicas)
+        return DataLoader(windows, batch_size=BATCH_SIZE // replicas["num_replicas"], sampler=sampler)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -74,9 +81,7 @@ def train(args: argparse.Namespace) -> None:
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    windows = Windows(documentation_bytes(), args.steps * BATCH_SIZE, args.tokens, SEED)
-    num_data = args.data_ranks
-    trainer.fit(LitTransformer(args.tokens), DataLoader(windows, batch_size=BATCH_SIZE // num_data))
+    trainer.fit(LitTransformer(args.tokens, args.steps))
     if trainer.is_global_zero:
         for row in memory.table():
             parts = ", ".join(f"{name} {num_bytes / 1e6:.1f}" for name, num_bytes in row.items() if name != "rank")
