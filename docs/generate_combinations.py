@@ -1,6 +1,7 @@
 """Writes the tables of docs/combinations.md from runs of all combinations on 2 and 4 ranks (a quarter of an hour).
 
     python docs/generate_combinations.py
+    python docs/generate_combinations.py cp2 cp2,tp2    # runs these layouts only, and keeps the tables of the others
 
 The text outside the page's two markers is written by hand. tests/combinations runs some of the combinations in each
 test run, and compares them with the page. Ends with status 1, and writes nothing, if a combination neither works nor
@@ -15,17 +16,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from combinations.options import LAYOUTS, Combination, combinations
-from combinations.page import PAGE, page
+from combinations.page import PAGE, page, written
 from combinations.runs import Outcome, run
 
 from support.rank_pool import POOLS, RankFailure
 
 
-def main() -> int:
-    outcomes: list[Outcome] = []
+def main(layouts: list[str]) -> int:
+    kept = written(PAGE.read_text(), LAYOUTS.keys() - layouts) if layouts else {}
+    outcomes = [Outcome(each, error=error) for each, error in kept.items()]
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for layout in sorted(LAYOUTS, key=LAYOUTS.__getitem__):
+        for layout in sorted(layouts or LAYOUTS, key=LAYOUTS.__getitem__):
             for combination in combinations(layout):
                 try:
                     outcome = run(combination, folder)
@@ -50,4 +52,4 @@ def _text(combination: Combination) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

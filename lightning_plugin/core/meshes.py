@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft._plugin.data_axes import DATA_AXIS, REPLICATE_AXIS
@@ -86,20 +85,15 @@ def _groups(mesh: DeviceMesh, gradients: dist.ProcessGroup, num_context: int) ->
     tensor: dist.ProcessGroup = mesh.get_group(TENSOR_AXIS)
     if num_context == 1:
         return Groups(gradients, gradients, None, tensor)
-    ranks = mesh.mesh.reshape(-1, num_context, tensor.size())  # [data rank, context rank, tensor rank]
-    context = _own_group(ranks.transpose(1, 2).flatten(0, 1))
-    data = _own_group(ranks.permute(1, 2, 0).flatten(0, 1))
-    same_data = context if tensor.size() == 1 else _own_group(ranks.flatten(1))
-    return Groups(gradients, data, context, same_data)
+    from weft.strategy.context.groups import context_groups
+
+    groups = context_groups(mesh.mesh, num_context)
+    return Groups(gradients, groups.data, groups.context, groups.same_data)
 
 
 def _group_of_data_axes(mesh: DeviceMesh, num_stages: int) -> dist.ProcessGroup:
     """Return this rank's group along the axes data_replicate and data_parallel together; collective over the world."""
-    return _own_group(mesh.mesh.reshape(num_stages, -1, mesh[TENSOR_AXIS].size()).transpose(1, 2).flatten(0, 1))
-
-
-def _own_group(ranks: Tensor) -> dist.ProcessGroup:
-    """Return this rank's group, a row of `ranks` `[group, rank in the group]`; collective over the world."""
+    ranks = mesh.mesh.reshape(num_stages, -1, mesh[TENSOR_AXIS].size()).transpose(1, 2).flatten(0, 1)
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 # With the number of ranks; the page has the first ones.
-LAYOUTS = {"tp2": 2, "dp2": 2, "dp2,tp2": 4, "pp2": 2, "pp2,tp2": 4}
+LAYOUTS = {"tp2": 2, "dp2": 2, "cp2": 2, "dp2,tp2": 4, "cp2,tp2": 4, "pp2": 2, "pp2,tp2": 4}
 ALL_LAYOUTS = {**LAYOUTS, "pp2,dp2": 4}
 
 
@@ -19,20 +19,20 @@ class Option:
     Attributes:
         strategy: arguments of the strategy.
         trainer: arguments of the Trainer.
-        axis: the axis without which the option does not exist: "dp", "tp" or "pp".
+        axes: the axes without which the option does not exist: "dp", "cp", "tp" or "pp"; one is enough.
         changes_results: whether the results are others than without the option, on one device, too.
         is_low: whether the results are rounded to half precision or less.
     """
 
     strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
     trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
-    axis: str = ""
+    axes: tuple[str, ...] = ()
     changes_results: bool = False
     is_low: bool = False
 
 
-def _strategy(axis: str = "", **arguments: Any) -> Option:
-    return Option(strategy=arguments, axis=axis)
+def _strategy(*axes: str, **arguments: Any) -> Option:
+    return Option(strategy=arguments, axes=axes)
 
 
 def _trainer(is_low: bool = False, **arguments: Any) -> Option:
@@ -40,10 +40,11 @@ def _trainer(is_low: bool = False, **arguments: Any) -> Option:
 
 
 OPTIONS: dict[str, Option] = {
-    "zero_stage=0": _strategy("dp", zero_stage=0),
-    "zero_stage=1": _strategy("dp", zero_stage=1),
-    "zero_stage=2": _strategy("dp", zero_stage=2),
+    "zero_stage=0": _strategy("dp", "cp", zero_stage=0),
+    "zero_stage=1": _strategy("dp", "cp", zero_stage=1),
+    "zero_stage=2": _strategy("dp", "cp", zero_stage=2),
     "sequence_parallel=True": _strategy("tp", sequence_parallel=True),
+    'context_attention="ulysses"': _strategy("cp", context_attention="ulysses"),
     'pipeline_schedule="zero_bubble"': _strategy("pp", pipeline_schedule="zero_bubble"),
     'pipeline_schedule="interleaved"': _strategy(
         "pp", pipeline_schedule="interleaved", pipeline_cuts=["layers.1", "layers.2", "layers.3"]
@@ -59,7 +60,7 @@ OPTIONS: dict[str, Option] = {
     ),
     'offload={"optimizer": "disk:/tmp"}': _strategy(offload={"optimizer": "disk:/tmp"}),
     'offload={"optimizer": "cpu"}': _strategy(offload={"optimizer": "cpu"}),
-    'offload={"parameters": "cpu"}': _strategy("dp", offload={"parameters": "cpu"}),
+    'offload={"parameters": "cpu"}': _strategy("dp", "cp", offload={"parameters": "cpu"}),
     "join_gate_up=True": _strategy(join_gate_up=True),
     "fused_optimizers=False": _strategy(fused_optimizers=False),
     "empty_init=False": _strategy(empty_init=False),
@@ -97,9 +98,14 @@ class Combination:
         return any(option.is_low for option in self.options)
 
 
+def option_names(layout: str) -> list[str]:
+    """Return the options that exist on a layout, in the order of OPTIONS."""
+    return [name for name, option in OPTIONS.items() if not option.axes or any(axis in layout for axis in option.axes)]
+
+
 def combinations(layout: str) -> Iterator[Combination]:
     """Yield each option alone, then each pair whose arguments do not contradict each other."""
-    names = [name for name, option in OPTIONS.items() if option.axis in layout]
+    names = option_names(layout)
     for pair in itertools.chain(((name,) for name in names), itertools.combinations(names, 2)):
         if not _contradict(*(OPTIONS[name] for name in pair)):
             yield Combination(layout, pair)

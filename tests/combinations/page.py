@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from combinations.options import LAYOUTS, OPTIONS, Combination, combinations
+from combinations.options import LAYOUTS, Combination, combinations, option_names
 from combinations.runs import Outcome
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/combinations.md"
@@ -36,7 +36,7 @@ def tables(outcomes: Iterable[Outcome]) -> str:
     reasons: list[str] = []
     parts = []
     for layout in LAYOUTS:
-        names = [name for name, option in OPTIONS.items() if option.axis in layout]
+        names = option_names(layout)
         lines = [["option", "alone", *(_short(idx) for idx in range(1, len(names)))], ["---"] * (len(names) + 1)]
         for idx, name in enumerate(names):
             pairs = [(name,), *((other, name) for other in names[:idx])]
@@ -60,8 +60,8 @@ def page(text: str, outcomes: Iterable[Outcome]) -> str:
     return f"{before}{BEGIN}\n\n{tables(outcomes)}\n\n{END}{after}"
 
 
-def written(text: str) -> dict[Combination, str]:
-    """Return, for each combination of the page, "" if it works, or the reason of its error.
+def written(text: str, layouts: Iterable[str] = LAYOUTS) -> dict[Combination, str]:
+    """Return, for each combination of the page on these layouts, "" if it works, or the reason of its error.
 
     Raises:
         ValueError: the page lacks a combination, or has one that does not exist.
@@ -81,7 +81,9 @@ def written(text: str) -> dict[Combination, str]:
                 value = text_of_cell.strip()
                 if value != CONTRADICTION:
                     found[Combination(layout, pair)] = "" if value == EQUAL else reasons[int(value) - 1]
-    wanted = {combination for layout in LAYOUTS for combination in combinations(layout)}
+    layouts = tuple(layouts)
+    found = {combination: reason for combination, reason in found.items() if combination.layout in layouts}
+    wanted = {combination for layout in layouts for combination in combinations(layout)}
     if found.keys() != wanted:
         raise ValueError(f"docs/combinations.md lacks {wanted - found.keys()}, and has {found.keys() - wanted}")
     return found

@@ -17,6 +17,8 @@ import weft
 from support.example_modules import load_example
 from support.hugging_face import language_model
 from weft.strategy import Plan, StepInBackward, checkpoint_activations, deferred_init, fuse
+from weft.strategy.context import carry_through_fsdp, parallelize_context
+from weft.strategy.context.groups import context_groups
 from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fsdp
 from weft.strategy.data_parallel.fully_sharded import free_gathered, mixed_precision_policy, set_gradient_sync
 from weft.strategy.pipeline import Pipeline
@@ -181,6 +183,7 @@ def _train(
     master_weights: str = "float32",
     optimizer_in_backward: bool | str = False,
     sequence_parallel: bool = False,
+    context_attention: str = "ring",
     zero_stage: int = 3,
     pipeline_cuts: Sequence[str] = (),
     pipeline_schedule: str = "1f1b",
@@ -188,8 +191,9 @@ def _train(
     accumulate_grad_batches: int = 1,
 ) -> list[weft.memory.Phase]:
     build, make_batch = MODELS[name]
-    sizes = Sizes.parse(layout)
-    shape = {"data_replicate": sizes.data_replicate, "data_parallel": sizes.data_parallel}
+    num_ranks = dist.get_world_size()
+    sizes = Sizes.parse(layout).resolve(num_ranks, num_ranks)
+    shape = {"data_replicate": sizes.data_replicate, "data_parallel": sizes.sharding_ranks}
     if sizes.pipeline_parallel > 1:
         shape = {"pipeline_parallel": sizes.pipeline_parallel, **shape}
     names = (*shape, "tensor_parallel")
@@ -197,7 +201,7 @@ def _train(
     new_groups = dict.fromkeys(names, "cpu:weft")
     mesh_shape = (*shape.values(), sizes.tensor_parallel)
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names, backend_override=new_groups)
-    shards = sizes.data_parallel > 1 and zero_stage >= 2
+    shards = sizes.sharding_ranks > 1 and zero_stage >= 2
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     with deferred_init():
         model = build().to(dtype).train()
@@ -214,6 +218,9 @@ def _train(
             LastStageModules(model, divided_name, pipeline.has_last_stage)
     stays_plain = shards and pipeline is None
     weft.parallelize(model, mesh["tensor_parallel"], plan, keeps_plain_on_one_rank=stays_plain, keeps_deferred=shards)
+    if sizes.context_parallel > 1:
+        context = context_groups(mesh.mesh, sizes.context_parallel).context
+        parallelize_context(model, context, attention=context_attention)
     checkpoint_activations(model, activation_checkpointing)
     if pipeline is not None and shards:
         pipeline.fully_shard(mesh["data_parallel"], mp_policy=mixed_precision_policy(precision))
@@ -221,10 +228,11 @@ def _train(
         axes = mesh["data_replicate", "data_parallel"] if sizes.data_replicate > 1 else mesh["data_parallel"]
         policy, entry_points = mixed_precision_policy(precision), ["training_step"] if steps else None
         apply_fsdp(model, axes, reshard_after_forward=zero_stage == 3, mp_policy=policy, entry_points=entry_points)
+        carry_through_fsdp(model)
     optimizer = model.configure_optimizers() if steps else torch.optim.AdamW(model.parameters())
     fuse(optimizer, model, optimizer_state=optimizer_state, master_weights=master_weights)
     reducer = None
-    if not shards and sizes.data_parallel * sizes.data_replicate > 1 and not optimizer_in_backward:
+    if not shards and sizes.sharding_ranks * sizes.data_replicate > 1 and not optimizer_in_backward:
         reducer = GradientReducer(model, mesh["data_parallel"].get_group())
     if zero_stage == 1:
         ShardedStates(optimizer, mesh["data_parallel"].get_group())

@@ -43,12 +43,15 @@ CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
         ("text", "tp2", {"optimizer_in_backward": "rows"}),
         ("text", "tp2", {"accumulate_grad_batches": 2}),
         ("text", "dp2", {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),
+        ("text", "cp2", {}),
+        ("gpt2", "cp2", {"context_attention": "ulysses", "activation_checkpointing": "full", "zero_stage": 1}),
     ],
     4: [
         ("llama", "dp2,tp2", {"precision": "bf16-mixed", "activation_checkpointing": "full"}),
         ("gpt2", "dp2,tp2", {"activation_checkpointing": "selective"}),
         ("text", "rep2,dp2", {}),
         ("text", "dp2,tp2", {"precision": "bf16-true", "optimizer_in_backward": True}),
+        ("llama", "cp2,tp2", {"precision": "bf16-mixed"}),
     ],
     8: [("llama", "rep2,dp2,tp2", {"precision": "bf16-mixed", "activation_checkpointing": "full"})],
 }

@@ -50,7 +50,11 @@ class Request:
                 f"compare: the layout '{self.layout}' has a pipeline, which compare does not support; leave out 'pp' "
                 "and compare the other axes."
             )
-        sizes.check_no_context("compare", self.layout)
+        if sizes.context_parallel > 1 and self.sequence_parallel:
+            raise ValueError(
+                f"compare: got sequence_parallel=True for the layout '{self.layout}' with context-parallel ranks, "
+                "which are not supported together; leave one of them out."
+            )
         if self.dtype not in TOLERANCES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TOLERANCES)
             raise ValueError(f"compare: dtype is {self.dtype!r}; pass one of torch's {names}.")
@@ -71,7 +75,12 @@ class Request:
             ValueError: an axis is "auto".
         """
         sizes = Sizes.parse(self.layout)
-        counts: tuple[Any, ...] = (sizes.data_replicate, sizes.data_parallel, sizes.tensor_parallel)
+        counts: tuple[Any, ...] = (
+            sizes.data_replicate,
+            sizes.data_parallel,
+            sizes.context_parallel,
+            sizes.tensor_parallel,
+        )
         if AUTO in counts:
             raise ValueError(
                 f"compare: the layout '{self.layout}' leaves a size to the number of ranks, and there is no process "

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from weft.strategy.apply import parallelize
+from weft.strategy.context import carry_through_fsdp, parallelize_context
+from weft.strategy.context.groups import context_groups
 from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fsdp
 from weft.strategy.data_parallel.fully_sharded import free_gathered
 from weft.strategy.plan import Plan
@@ -23,27 +25,36 @@ _REPLICAS, _DATA, _TENSOR = "data_replicate", "data_parallel", "tensor_parallel"
 
 
 class JobMesh:
-    """The mesh of a layout without context-parallel ranks, over all ranks of the process group, and its groups.
+    """The mesh of a layout, over all ranks of the process group, and its groups.
 
-    data_group: this rank's group along both data axes, data_replicate and data_parallel together.
+    The context-parallel ranks are in the axis data_parallel, innermost, so that FSDP2 and ZeRO shard over them, too.
+
+    gradient_group: this rank's group along both data axes, data_replicate and data_parallel together.
+    data_group: the ranks of it that get different data: all but the context-parallel ranks.
+    context_group: the context-parallel ranks; None: there is one.
     mesh: all axes of the layout; pipeline_parallel only if it has several ranks.
     sharding_mesh: the mesh for FSDP2: data_parallel, or with replicas (data_replicate, data_parallel).
-    data_parallel_size: the number of ranks over which each replica is sharded.
+    data_parallel_size: the number of ranks over which each replica is sharded, context-parallel ranks included.
     control_group: all ranks, for exchanging results and errors.
     """
 
     def __init__(self, sizes: MeshSizes, device_type: str) -> None:
         pipeline = {_PIPELINE: sizes.pipeline_parallel} if sizes.pipeline_parallel > 1 else {}
-        data = {_DATA: sizes.data_replicate * sizes.data_parallel, _TENSOR: sizes.tensor_parallel}
+        self.data_parallel_size = sizes.data_parallel * sizes.context_parallel
+        data = {_DATA: sizes.data_replicate * self.data_parallel_size, _TENSOR: sizes.tensor_parallel}
         outer = _mesh_of(device_type, pipeline | data)
-        self.data_group: dist.ProcessGroup = outer.get_group(_DATA)
+        self.gradient_group: dist.ProcessGroup = outer.get_group(_DATA)
         self.mesh: DeviceMesh = outer
         self.sharding_mesh: DeviceMesh = outer[_DATA]
         if sizes.data_replicate > 1:
-            data = {_REPLICAS: sizes.data_replicate, _DATA: sizes.data_parallel, _TENSOR: sizes.tensor_parallel}
+            data = {_REPLICAS: sizes.data_replicate, _DATA: self.data_parallel_size, _TENSOR: sizes.tensor_parallel}
             self.mesh = _mesh_of(device_type, pipeline | data)
             self.sharding_mesh = self.mesh[_REPLICAS, _DATA]
-        self.data_parallel_size = sizes.data_parallel
+        self.data_group = self.gradient_group
+        self.context_group: dist.ProcessGroup | None = None
+        if sizes.context_parallel > 1:
+            groups = context_groups(self.mesh.mesh, sizes.context_parallel)
+            self.data_group, self.context_group = groups.data, groups.context
         # Not a group of the model, so that ranks can still use it after an error in the model's groups.
         control_group = dist.new_group()
         assert isinstance(control_group, dist.ProcessGroup)
@@ -60,7 +71,8 @@ class JobMesh:
 
     def abort(self) -> None:
         """Abort the mesh's groups, if their backends can: ranks that wait in a collective of the model then raise."""
-        for group in {self.data_group, *self.mesh.get_all_groups()}:
+        context = () if self.context_group is None else (self.context_group,)
+        for group in {self.gradient_group, *context, *self.mesh.get_all_groups()}:
             with contextlib.suppress(RuntimeError):  # raised by backends without abort
                 group.abort()
 
@@ -87,17 +99,20 @@ class ShardedTraining:
     ) -> None:
         is_fully_sharded = zero_stage >= 2 and job.data_parallel_size > 1
         parallelize(model, job.mesh, plan, keeps_plain_on_one_rank=is_fully_sharded)
+        if job.context_group is not None:
+            parallelize_context(model, job.context_group)
         if is_fully_sharded:
             apply_fsdp(model, job.sharding_mesh, reshard_after_forward=zero_stage == 3, entry_points=entry_points)
-        needs_reducer = job.data_group.size() > 1 and not is_fully_sharded
+            carry_through_fsdp(model)
+        needs_reducer = job.gradient_group.size() > 1 and not is_fully_sharded
         self.model = model
-        self._reducer = GradientReducer(model, job.data_group) if needs_reducer else None
+        self._reducer = GradientReducer(model, job.gradient_group) if needs_reducer else None
         self._optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
         if zero_stage == 1 and job.data_parallel_size > 1:
             ShardedStates(self._optimizer, job.sharding_group)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute gradients and average them over the ranks of `data_group`; collective."""
+        """Compute gradients and average them over the ranks of `gradient_group`; collective."""
         loss.backward()
         if self._reducer is not None:
             self._reducer.finish()

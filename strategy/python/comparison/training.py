@@ -237,7 +237,7 @@ class _ComparisonRun:
     def _replicated_note(self) -> str:
         """Return a sentence on replicated parameters whose gradients differ between ranks; "": no gradients differ."""
         try:
-            check_replicated_gradients(self._sharded.model, data_group=self._job.data_group)
+            check_replicated_gradients(self._sharded.model, data_group=self._job.gradient_group)
         except ValueError as error:
             return str(error)
         return ""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.strategy.context.layout import Place
 from weft.strategy.context.masks import CausalMask, causal_mask_of
-from weft.strategy.context.products import dropout_mask
+from weft.strategy.context.products import drop
 from weft.strategy.context.sharded_sequence import GATHER, ShardedSequence, rule, shard, wrap
 
 Attention = Literal["ring", "ulysses"]
@@ -100,4 +100,4 @@ def _with_dropout(
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1)
     seed = int(torch.randint(0, 1 << 62, (), dtype=torch.int64, device=torch.device("cpu")))
-    return (weights * dropout_mask(weights, place.at(weights.dim() - 2), p, seed)) @ value
+    return drop(weights, place.at(weights.dim() - 2), p, seed) @ value

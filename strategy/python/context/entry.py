@@ -32,10 +32,11 @@ class Context:
         place = place_of(layout_of(x.shape[dim], self.group_name, self.num_ranks, self.rank, self.order), dim % x.dim())
         return ShardedSequence(shard(x, place), place)
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def shard_ids(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Shard the ids `[..., tokens]` that an embedding gets, or positions `[tokens]` of that sequence."""
         ids = args[0] if args else None
-        if type(ids) is not Tensor or ids.dim() == 0 or ids.shape[-1] < 2 or torch.compiler.is_compiling():
+        if type(ids) is not Tensor or ids.dim() == 0 or ids.shape[-1] < 2:
             return None
         if ids.dim() == 1 and ids.shape[0] != self._length:
             return None

@@ -184,20 +184,25 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     if not trains or p == 0.0:
         return x
     seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device=torch.device("cpu"))
-    return wrap(x.local * dropout_mask(x.local, x.place, p, int(seed)), x.place)
+    return wrap(drop(x.local, x.place, p, int(seed)), x.place)
+
+
+def drop(local: Tensor, place: Place, p: float, seed: int) -> Tensor:
+    """Return this rank's shard of weft::dropout of the full tensor with this seed; saves one byte for each element."""
+    if p == 1.0:
+        return local * 0.0
+    return local * _kept(local, place, p, seed) * (1 / (1 - p))
 
 
 @torch.no_grad()
-def dropout_mask(local: Tensor, place: Place, p: float, seed: int) -> Tensor:
-    """Return this rank's shard of the factors, 0 or 1 / (1 - p), of weft::dropout with this seed."""
+def _kept(local: Tensor, place: Place, p: float, seed: int) -> Tensor:
     layout, dim = place.layout, place.dim
-    before, after = local.shape[:dim], local.shape[dim + 1 :]
-    outer = before.numel() * place.outer
-    inner = place.inner * after.numel()
+    outer = local.shape[:dim].numel() * place.outer
+    inner = place.inner * local.shape[dim + 1 :].numel()
     masks = []
     for start, stop in layout.own:
         ones = torch.ones((outer, stop - start, inner), dtype=local.dtype, device=local.device)
-        masks.append(torch.ops.weft._dropout_of_shard(ones, seed, p, inner, stop - start, start, layout.size))
+        masks.append(torch.ops.weft._dropout_of_shard(ones, seed, p, inner, stop - start, start, layout.size) > 0)
     if not masks:
-        return torch.ones_like(local)
+        return torch.ones_like(local, dtype=torch.bool)
     return torch.cat(masks, 1).reshape(local.shape)

@@ -272,6 +272,8 @@ class CountingMode(TorchDispatchMode):
         )
         self._stage(group, name, args)
         with no_dispatch():
+            if name.startswith("alltoall"):  # equal splits: those of the tensors do not fit the empty ones
+                args = tuple([] if _is_sizes(arg) else arg for arg in args)
             empty = tree_map(lambda leaf: torch.empty(0) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             result = func(*empty[0], **empty[1])
         return (args[0], *result[1:]) if isinstance(result, tuple) else result
@@ -297,7 +299,7 @@ class CountingMode(TorchDispatchMode):
         elif name.startswith("broadcast"):
             staging.exchange(first, writes=group.rank() == args[2])
         elif name.startswith("alltoall"):
-            staging.all_to_all(second // group.size())
+            staging.all_to_all(_sent_bytes(args, group.size()), group.rank())
         elif name == "send":
             staging.send(first, args[2])
             self._sent.add(group.group_name, args[2], args[3], args[0])
@@ -309,6 +311,19 @@ class CountingMode(TorchDispatchMode):
         else:
             staging.exchange(0)
         self.ledger.set_shared_memory(self._staging.num_bytes)
+
+
+def _sent_bytes(args: Any, num_ranks: int) -> list[int]:
+    """Return the bytes that an all-to-all of c10d sends to each rank."""
+    sent = args[1]
+    if not isinstance(sent, Tensor):
+        return [tensor.nbytes for tensor in sent]
+    rows = args[4] or [sent.shape[0] // num_ranks] * num_ranks  # the split sizes of the input
+    return [each * sent.nbytes // max(1, sent.shape[0]) for each in rows]
+
+
+def _is_sizes(arg: Any) -> bool:
+    return isinstance(arg, (list, tuple)) and all(isinstance(each, int) for each in arg)
 
 
 # Kernels of weft read by `item`, and Python by `_local_scalar_dense`.

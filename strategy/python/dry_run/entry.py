@@ -110,8 +110,9 @@ def estimate_module(module: Any, layout: str = "tp1", **options: Any) -> DryRunE
 
             - batch: the batch of one data-parallel rank, a callable that makes it, or the "package.module:name" of
               either. None: as in `weft.strategy.compare`.
-            - plan, sequence_parallel, zero_stage, activation_checkpointing ("none", "selective", "full", "full:8"),
-              optimizer_in_backward, fused_optimizers, optimizer_state, master_weights: as in the strategies.
+            - plan, sequence_parallel, context_attention, zero_stage, activation_checkpointing ("none", "selective",
+              "full", "full:8"), optimizer_in_backward, fused_optimizers, optimizer_state, master_weights: as in the
+              strategies.
             - accumulate_grad_batches: batches whose gradients a step accumulates; 1 with a pipeline.
             - precision: "32-true", "bf16-mixed", "bf16-true" or "16-true".
             - loss_fn: as in `weft.strategy.compare`.

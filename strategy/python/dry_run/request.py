@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -50,6 +50,7 @@ class Request:
     optimizer_in_backward: bool | str = False
     activation_checkpointing: str = "none"
     sequence_parallel: bool = False
+    context_attention: Literal["ring", "ulysses"] = "ring"
     zero_stage: int = 3
     pipeline_cuts: str | Sequence[str] | None = None
     pipeline_schedule: str | None = None
@@ -89,7 +90,14 @@ class Request:
                 f"estimate: master_weights is {self.master_weights!r} with precision {self.precision!r}, which does "
                 "not compute with bfloat16 weights; pass precision='bf16-mixed' or 'bf16-true'."
             )
+        if self.context_attention not in ("ring", "ulysses"):
+            raise ValueError(f"estimate: context_attention is {self.context_attention!r}; pass 'ring' or 'ulysses'.")
         self._check_pipeline()
+        if self.sizes.context_parallel > 1 and (self.has_stages or self.sequence_parallel):
+            raise ValueError(
+                f"estimate: the layout '{self.layout}' has context-parallel ranks, which support neither a pipeline "
+                "nor sequence_parallel=True; leave one of them out."
+            )
         if self.rank is not None and not 0 <= self.rank < self.num_ranks:
             raise ValueError(
                 f"estimate: rank is {self.rank} for the {self.num_ranks} ranks of the layout '{self.layout}'; pass a "
@@ -124,10 +132,9 @@ class Request:
         """Return the number of ranks on each axis.
 
         Raises:
-            ValueError: an axis is "auto", or there are context-parallel ranks.
+            ValueError: an axis is "auto".
         """
         sizes = Sizes.parse(self.layout)
-        sizes.check_no_context("estimate", self.layout)
         counts = (sizes.data_replicate, sizes.data_parallel, sizes.tensor_parallel)
         if AUTO in counts:
             raise ValueError(
@@ -168,12 +175,12 @@ class Request:
     @property
     def num_shards(self) -> int:
         """Return the number of ranks over which the parameters of a stage are sharded."""
-        return self.sizes.tensor_parallel * (self.sizes.data_parallel if self.shards_parameters else 1)
+        return self.sizes.tensor_parallel * (self.sizes.sharding_ranks if self.shards_parameters else 1)
 
     @property
     def shards_parameters(self) -> bool:
         """Return whether FSDP2 shards parameters."""
-        return self.zero_stage >= 2 and self.sizes.data_parallel > 1
+        return self.zero_stage >= 2 and self.sizes.sharding_ranks > 1
 
     @property
     def dtype(self) -> torch.dtype:

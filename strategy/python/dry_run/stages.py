@@ -134,7 +134,7 @@ class Stages:
         """Set what averages the gradients of replicas after each step, and what steps the optimizer inside of it."""
         outside = list(self._beside.parameters.values())
         if self._request.shards_parameters and outside:  # FSDP2 shards the stages alone
-            reducer = GradientReducer(nn.ParameterList(outside), self._job.data_group)
+            reducer = GradientReducer(nn.ParameterList(outside), self._job.gradient_group)
         self._reducer, self._stepper = reducer, stepper
 
     def time_by(self, clock: StepClock) -> None:

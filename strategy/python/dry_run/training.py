@@ -20,6 +20,7 @@ from weft.memory.source import reading_from
 from weft.strategy.apply import parallelize
 from weft.strategy.comparison import subject
 from weft.strategy.comparison.sharded import JobMesh
+from weft.strategy.context import carry_through_fsdp, parallelize_context
 from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fsdp
 from weft.strategy.data_parallel.fully_sharded import mixed_precision_policy
 from weft.strategy.data_parallel.reducer import average_gradient
@@ -218,17 +219,21 @@ class _DryRun:
 
     def _train(self, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
         request, stages = self._request, self._stages
+        if self._job.context_group is not None:
+            parallelize_context(model, self._job.context_group, attention=request.context_attention)
         checkpoint_activations(model, request.activation_checkpointing)
         if request.shards_parameters:
             self._fully_shard(model, loss_fn)
+            carry_through_fsdp(model)
         optimizer = request.make_optimizer(model) if stages is None else stages.make_optimizer()
         if request.fused_optimizers:
             states, weights = request.optimizer_state, request.master_weights
             fuse(optimizer, model, optimizer_state=states, master_weights=weights)
-        averages = self._job.data_group.size() > 1 and not request.shards_parameters
+        group = self._job.gradient_group
+        averages = group.size() > 1 and not request.shards_parameters
         steps_in_backward = request.optimizer_in_backward is not False
-        reducer = GradientReducer(model, self._job.data_group) if averages and not steps_in_backward else None
-        if request.zero_stage == 1 and request.sizes.data_parallel > 1:
+        reducer = GradientReducer(model, group) if averages and not steps_in_backward else None
+        if request.zero_stage == 1 and self._job.data_parallel_size > 1:
             ShardedStates(optimizer, self._job.sharding_group)
         watch = memory.watch(model, optimizer)
         stepper = self._step_in_backward(model, optimizer, averages) if steps_in_backward else None
@@ -261,7 +266,7 @@ class _DryRun:
         )
 
     def _step_in_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, averages: bool) -> StepInBackward:
-        group = self._job.data_group
+        group = self._job.gradient_group
 
         def average(parameter: Tensor) -> None:
             if averages:

@@ -33,6 +33,11 @@ class MeshSizes(NamedTuple):
     context_parallel: int
     tensor_parallel: int
 
+    @property
+    def sharding_ranks(self) -> int:
+        """Return the number of ranks over which FSDP2 and ZeRO shard each replica."""
+        return self.data_parallel * self.context_parallel
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -116,17 +121,6 @@ class Sizes:
             text = str(error).replace("mesh '", "layout '", 1)
             raise ValueError(_QUOTED_MESH.sub(lambda match: f"'{_layout_of(match[1])}'", text)) from None
         return result
-
-    def check_no_context(self, what: str, layout: str) -> None:
-        """Raise ValueError if there are context-parallel ranks.
-
-        `what`: the name of a tool that does not support them; `layout`: the text that gave these sizes.
-        """
-        if self.context_parallel > 1:
-            raise ValueError(
-                f"{what}: the layout '{layout}' has context-parallel ranks, which {what} does not support; leave out "
-                "'cp'."
-            )
 
     def _items(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in MeshSizes._fields[1:] + MeshSizes._fields[:1]]
