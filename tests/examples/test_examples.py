@@ -34,6 +34,7 @@ WITH_OPTIONAL_PACKAGES = {"05_huggingface.py", "08_pipeline_resnet50.py", "12_pi
 # The processes of a command that are forks of one with all imports; 02 starts new interpreters.
 WARM_PROCESSES = {
     **dict.fromkeys(("04_llama_2d.py", "05_huggingface.py", "06_fabric.py", "07_cli/main.py", "13_finetune.py"), 2),
+    "14_long_context.py": 2,
     **dict.fromkeys(("01_one_op.py", "03_train_text.py", "08_pipeline_resnet50.py", "11_pipeline_messages.py"), 3),
     **{"09_pipeline_lm.py": 5, "10_three_gpus.py": 4, "12_pipeline_trainer.py": 2},
 }
@@ -308,3 +309,19 @@ def test_fine_tuned_adapter_is_read_back(tmp_path: Path) -> None:
     [at_start] = re.findall(r"step 0: loss (\S+)", second)
     before, after = map(float, figures)
     assert after < before == pytest.approx(float(at_start), abs=2e-5)
+
+
+def test_long_sequences_on_any_layout_give_the_losses_of_one_device(tmp_path: Path) -> None:
+    """The command is started on two ranks; the peak of a rank with half of the tokens is about half as high."""
+    arguments = ("--tokens", "512", "--steps", "2")
+    peaks, losses = {}, {}
+    for layout, ranks in {"cp1": 1, "cp2": 0, "dp2,cp2": 4}.items():
+        devices = ("--layout", layout, "--devices", str(ranks or 2))
+        stdout = run_example("14_long_context.py", *arguments, *devices, cwd=tmp_path, warm_ranks=ranks)
+        losses[layout] = [float(loss) for loss in re.findall(r"step \d: loss (\S+)", stdout)]
+        peaks[layout] = float(re.findall(r"peak of rank 0 in MB: total (\S+),", stdout)[0])
+    assert len(losses["cp1"]) == 2
+    for layout in ("cp2", "dp2,cp2"):
+        assert losses[layout] == pytest.approx(losses["cp1"], abs=2e-5)
+    assert peaks["cp2"] < 0.6 * peaks["cp1"]
+    assert peaks["dp2,cp2"] < 0.36 * peaks["cp1"]
