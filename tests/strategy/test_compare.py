@@ -48,6 +48,18 @@ def vectors() -> Tensor:
     return torch.randn(4, 5, DIM, generator=torch.Generator().manual_seed(1))
 
 
+@on_ranks(4)
+@pytest.mark.parametrize(("layout", "zero_stage"), [("cp4", 3), ("dp2,cp2", 1), ("cp2,tp2", 0)])
+def test_sharded_sequences_agree(layout: str, zero_stage: int) -> None:
+    found = compare(llama, tokens, layout, loss_fn=token_loss, zero_stage=zero_stage)
+    assert found.agrees, str(found)
+
+
+def test_sharded_sequences_with_sequence_parallel_raise() -> None:
+    with pytest.raises(ValueError, match=r"^compare: got sequence_parallel=True for the layout 'cp2,tp2'"):
+        compare(llama, tokens, "cp2,tp2", sequence_parallel=True)
+
+
 class Inner(nn.Module):
     """Two linear layers and an operation between them."""
 

@@ -84,16 +84,9 @@ def test_error_suggests_fitting_sizes(sizes: Sizes, num_ranks: int, fitting: str
         sizes.resolve(num_ranks, num_ranks)
 
 
-def test_tools_without_context_parallelism_raise() -> None:
-    from weft.strategy.comparison.entry import compare
-    from weft.strategy.dry_run import estimate_module
+def test_estimates_from_files_without_context_parallelism_raise() -> None:
     from weft.strategy.estimate.config import read_config
 
-    for tool, call in (("compare", compare), ("estimate", estimate_module)):
-        with pytest.raises(ValueError) as raised:
-            call("no_module:Model", layout="dp2,cp2")
-        expected = f"{tool}: the layout 'dp2,cp2' has context-parallel ranks, which {tool} does not support"
-        assert str(raised.value) == f"{expected}; leave out 'cp'."
     config = {"model": {"feed_forward": {}}, "batch": {"sequences": 1, "tokens": 8}}
     for mesh in ({"layout": "dp2,cp2"}, {"mesh": "data_parallel=2,context_parallel=2"}):
         with pytest.raises(ValueError, match="has the axis 'context_parallel', for which there is no estimate"):
