@@ -33,7 +33,6 @@ def check_context(owner: str, options: Options, sizes: Sizes) -> None:
         return
     shards_sequence = isinstance(options.plan, Plan) and options.plan.sequence_parallel
     unsupported = {
-        "pipeline_cuts": options.has_stages,
         "sequence_parallel=True": options.sequence_parallel or shards_sequence,
     }
     for name, is_given in unsupported.items():

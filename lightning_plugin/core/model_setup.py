@@ -97,11 +97,18 @@ def _shard_sequences(engine: Engine, module: Module) -> None:
     if engine.context_group is None and "weft.strategy.context" not in sys.modules:
         return
     from weft.strategy.context import parallelize_context, remove_context
+    from weft.strategy.pipeline import find_staged
 
     if engine.context_group is None:
         remove_context(module)
     else:
-        parallelize_context(module, engine.context_group, attention=engine.options.context_attention)
+        found = find_staged(module)
+        parallelize_context(
+            module,
+            engine.context_group,
+            attention=engine.options.context_attention,
+            skeleton=None if found is None else found[1].skeleton,
+        )
 
 
 def _check_gated_mlps(engine: Engine, module: Module) -> None:
@@ -138,12 +145,12 @@ def _shard_over_data_axes(engine: Engine, module: Module, **shard_options: Any) 
     policy = mixed_precision_policy(str(engine.precision.precision))
     if engine.pipeline is None:
         engine.data_axes.shard(module, policy, offload_policy=engine.parameter_offload, **shard_options)
-        if engine.context_group is not None:
-            from weft.strategy.context import carry_through_fsdp
-
-            carry_through_fsdp(module)
     elif engine.data_axes.shards_parameters and not engine.pipeline.is_fully_sharded:
         engine.pipeline.fully_shard(engine.data_axes.sharding_mesh, mp_policy=policy)
+    if engine.context_group is not None:
+        from weft.strategy.context import carry_through_fsdp
+
+        carry_through_fsdp(module)
 
 
 def move_unsharded(module: Module, device: torch.device) -> None:

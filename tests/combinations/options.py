@@ -9,7 +9,7 @@ from typing import Any
 
 # With the number of ranks; the page has the first ones.
 LAYOUTS = {"tp2": 2, "dp2": 2, "cp2": 2, "dp2,tp2": 4, "cp2,tp2": 4, "pp2": 2, "pp2,tp2": 4}
-ALL_LAYOUTS = {**LAYOUTS, "pp2,dp2": 4}
+ALL_LAYOUTS = {**LAYOUTS, "pp2,dp2": 4, "pp2,cp2": 4}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,8 +55,19 @@ SHARDED_STAGES = [
 ]
 
 
+# Stages that exchange shards of sequences.
+SHARDED_SEQUENCES = [
+    Combination("pp2,cp2", ("zero_stage=0",)),
+    Combination("pp2,cp2", ('context_attention="ulysses"', "clipping by norm")),
+    Combination("pp2,cp2", ('pipeline_schedule="zero_bubble"', 'activation_checkpointing="full"')),
+    Combination("pp2,cp2", ('pipeline_schedule="interleaved"', 'activation_checkpointing="selective"')),
+    Combination("pp2,cp2", ("zero_stage=1", 'precision="bf16-mixed"')),
+    Combination("pp2,cp2", ("optimizer_in_backward=True", "accumulate_grad_batches=2")),
+]
+
+
 @pytest.mark.parametrize(
-    "combination", [*TRIPLES, *SHARDED_STAGES], ids=lambda each: f"{each.layout} {len(each.names)}"
+    "combination", [*TRIPLES, *SHARDED_STAGES, *SHARDED_SEQUENCES], ids=lambda each: f"{each.layout} {len(each.names)}"
 )
 def test_more_combinations_work(combination: Combination, tmp_path: Path) -> None:
     outcome = run(combination, str(tmp_path))

@@ -44,7 +44,9 @@ class Context:
         return (self.shard(ids, -1), *args[1:])
 
 
-def parallelize_context(module: nn.Module, group: dist.ProcessGroup, *, attention: Attention = "ring") -> None:
+def parallelize_context(
+    module: nn.Module, group: dist.ProcessGroup, *, attention: Attention = "ring", skeleton: nn.Module | None = None
+) -> None:
     """Make a module compute on a shard of the sequence, in place.
 
     All ranks of the group call the module with the same batch. Each embedding (nn.Embedding) computes this rank's part
@@ -56,6 +58,7 @@ def parallelize_context(module: nn.Module, group: dist.ProcessGroup, *, attentio
         group: the context-parallel group; a group of one rank changes nothing. A later call with another group
             replaces the first one.
         attention: how F.scaled_dot_product_attention is computed: "ring" or "ulysses" attention, see `weft.ops`.
+        skeleton: of a module in pipeline stages: the copy with all stages, whose forward is recorded.
 
     Raises:
         ValueError: `attention` has another value, or the module has no embedding.
@@ -64,16 +67,21 @@ def parallelize_context(module: nn.Module, group: dist.ProcessGroup, *, attentio
         raise ValueError(f"parallelize_context got attention={attention!r}; pass 'ring' or 'ulysses'.")
     if group.size() == 1:
         return
-    embeddings = [each for each in module.modules() if isinstance(each, nn.Embedding)]
+    modules = [module] if skeleton is None else [module, skeleton]
+    embeddings = [each for root in modules for each in root.modules() if isinstance(each, nn.Embedding)]
     if not embeddings:
         raise ValueError(
             f"parallelize_context got a {type(module).__name__} without an nn.Embedding, where the sequence of tokens "
             "begins; leave context parallelism out."
         )
-    remove_context(module)
-    context = Context(group, attention)
-    for each in embeddings:
-        each.__dict__[_MARK] = each.register_forward_pre_hook(context.shard_ids)
+    for each in modules:
+        remove_context(each)
+    # The forwards of a rank's stages and of the recording have lengths of their own.
+    for root in modules:
+        context = Context(group, attention)
+        for each in root.modules():
+            if isinstance(each, nn.Embedding):
+                each.__dict__[_MARK] = each.register_forward_pre_hook(context.shard_ids)
 
 
 def remove_context(module: nn.Module) -> None:

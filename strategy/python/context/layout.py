@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -73,26 +73,40 @@ class SequenceLayout:
         before = sum(max(0, min(last, start) - first) for first, last in self.own)
         return before, before + self.sliced(start, stop).own_length
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of this rank's tokens in the full sequence, `[own_length]`, int64."""
-        return _positions(self.own, device)
+        return self._kept(device, lambda: _positions(self.own, device))
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019
     def gathered_rows(self, device: torch.device) -> Tensor | None:
         """Return, for each token, its row in the shards of all ranks padded to equal lengths and concatenated.
 
         None: the rows are in order already.
         """
         longest = max(self.lengths)
-        rows = torch.empty(self.size, dtype=torch.int64, device=device)
-        for rank, own in enumerate(self.intervals):
-            tokens = _positions(own, device)
-            rows[tokens] = torch.arange(len(tokens), device=device) + rank * longest
-        is_identity = self.size == longest * len(self.lengths) and torch.equal(
-            rows, torch.arange(self.size, device=device)
-        )
-        return None if is_identity else rows
+        if self.order == "contiguous" and self.size == longest * len(self.lengths):
+            return None
+
+        def make() -> Tensor:
+            rows = torch.empty(self.size, dtype=torch.int64, device=device)
+            for rank, own in enumerate(self.intervals):
+                tokens = _positions(own, device)
+                rows[tokens] = torch.arange(len(tokens), device=device) + rank * longest
+            return rows
+
+        return self._kept(("rows", device), make)
+
+    def _kept(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """Return make(), or its earlier result; tensors without values, of a recording or a dry run, are not kept."""
+        found = self._tensors.get(key)
+        if found is None:
+            found = make()
+            if type(found) is Tensor:
+                self._tensors[key] = found
+        return found
+
+    @functools.cached_property
+    def _tensors(self) -> dict[object, Tensor]:
+        return {}
 
 
 def _positions(intervals: tuple[Interval, ...], device: torch.device) -> Tensor:

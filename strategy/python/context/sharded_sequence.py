@@ -209,6 +209,16 @@ def wrap(result: Any, place: Place) -> Any:
     return result
 
 
+def shard_of(value: Any) -> Any:
+    """Return the shard of a sharded sequence; any other value unchanged."""
+    return value._local if type(value) is ShardedSequence else value
+
+
+def like(value: Tensor, shard: Tensor) -> Tensor:
+    """Return `shard` as a sharded sequence with the place of `value`, if that is one; else unchanged."""
+    return ShardedSequence(shard, value.place) if type(value) is ShardedSequence else shard
+
+
 def separate(value: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return a value with shards in place of sharded sequences, and a function that makes them sequences again.
 
@@ -270,7 +280,7 @@ _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def kept_with(tensor: Tensor, key: Any, make: Callable[[], Any]) -> Any:
     """Return make(), which depends on a tensor's values, or its earlier result for the same view of these values.
 
-    Results are kept as long as the tensor that `tensor` is a view of, except views of it.
+    Results are kept as long as the tensor that `tensor` is a view of, except views of it, and tensors without values.
     """
     if tensor.is_inference():
         return make()
@@ -280,7 +290,8 @@ def kept_with(tensor: Tensor, key: Any, make: Callable[[], Any]) -> Any:
     if view in results:
         return results[view]
     made = make()
-    if not isinstance(made, Tensor) or (made._base is None and made is not tensor):  # a view would keep its base
+    # A view would keep its base, and a fake tensor belongs to a recording or a dry run.
+    if not isinstance(made, Tensor) or (type(made) is Tensor and made._base is None and made is not tensor):
         _kept.setdefault(base, {})[view] = made
     return made
 

@@ -7,6 +7,8 @@ from typing import Any, TypeGuard
 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from weft.strategy.context.sharded_sequence import shard_of
+
 
 class FakeMode(FakeTensorMode):
     """A FakeTensorMode that also takes real tensors, and asks only once whether there is a CUDA device.
@@ -29,5 +31,9 @@ class DryRunMode(FakeMode):
 
 
 def is_recorded(value: Any) -> TypeGuard[FakeTensor]:
-    """Return whether a value is a fake tensor of a recording: it has a shape, and another stage has its values."""
+    """Return whether a value is a fake tensor of a recording: it has a shape, and another stage has its values.
+
+    So is a sequence that context parallelism shards, if its shard is one.
+    """
+    value = shard_of(value)
     return isinstance(value, FakeTensor) and not isinstance(value.fake_mode, DryRunMode)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
+from weft.strategy.context.sharded_sequence import shard_of
 from weft.strategy.pipeline.fake_mode import is_recorded
 from weft.strategy.pipeline.layer_calls import InterceptedLayer, Mode, run_in_mode
 from weft.strategy.pipeline.micro_batches import signature
@@ -63,7 +64,7 @@ class Recording:
 
     events: the calls of layers, and of torch functions between them, that returned tensors, in order.
     values: the fake tensors that are arguments or results of these calls, each once: results of layers, values computed
-        from them, and parameters that code between layers reads.
+        from them, and parameters that code between layers reads. With context parallelism, sharded sequences of them.
     crossings: crossings[b] has the indices in `values` of the values that cross the boundary from stage b to b + 1.
     read_values: the Python values that code between layers read from real tensors, and on which its path may depend.
     arguments: the signature of the model's arguments.
@@ -136,7 +137,7 @@ class _Recorder(Mode):
         if stage > self._reached_stage:
             # Values cross with these versions: a value with a later version was changed in place afterwards. If they
             # were intercepted, these reads would count as uses on the stage before the boundary.
-            versions = self._without_interception(lambda: [value._version for value in self._recording.values])
+            versions = self._without_interception(lambda: [shard_of(each)._version for each in self._recording.values])
             self._versions += (stage - self._reached_stage) * [versions]
             self._reached_stage = stage
         has_fakes = self._use((args, kwargs))
@@ -203,11 +204,12 @@ class _Recorder(Mode):
         for b, indices in enumerate(recording.crossings):
             by_storage: dict[int, list[int]] = {}
             for idx in indices:
-                storage = recording.values[idx].untyped_storage()._cdata
+                storage = shard_of(recording.values[idx]).untyped_storage()._cdata
                 by_storage.setdefault(storage, []).append(idx)
             versions = self._versions[b] if b < len(self._versions) else []
             for aliases in by_storage.values():
-                changed = [i for i in aliases if i < len(versions) and recording.values[i]._version != versions[i]]
+                values = {i: shard_of(recording.values[i]) for i in aliases if i < len(versions)}
+                changed = [i for i, value in values.items() if value._version != versions[i]]
                 if len(aliases) > 1 and changed:
                     raise ValueError(
                         f"pipeline: a value of shape {tuple(recording.values[changed[0]].shape)} and a view of it "
@@ -241,7 +243,7 @@ def writes_in_place(name: str) -> bool:
 
 def _drop_graphs(recording: Recording) -> None:
     """Drop the autograd graphs of fake tensors except views: a graph keeps the inputs of the recording alive."""
-    for value in recording.values:
+    for value in map(shard_of, recording.values):
         if value.grad_fn is not None and not value._is_view():
             value.detach_().requires_grad_()
 

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 from weft import memory, ops
 from weft.memory.watch import saving
 from weft.strategy._plan import Action, Schedule, Span
+from weft.strategy.context.sharded_sequence import shard_of
 from weft.strategy.modules.kept_recomputation import keeping_recomputed
 from weft.strategy.pipeline.backward import WeightHalf, backward, backward_input, edge_of
 from weft.strategy.pipeline.random_streams import RandomStreams
@@ -180,11 +181,12 @@ class _Run:
             self.memory.append(memory.current())
         self.trace.add(Action(stage, kind, i), start)
 
-    # The values that cross the boundaries before and after a stage: fake tensors, of which some require gradients.
+    # The values, or their shards, that cross the boundaries before and after a stage: fake tensors, of which some
+    # require gradients.
 
     def _incoming(self, stage: int, i: int) -> list[Tensor]:
         recording = self._work.recordings[i]
-        return [recording.values[idx] for idx in recording.crossings[stage - 1]] if stage > 0 else []
+        return [shard_of(recording.values[idx]) for idx in recording.crossings[stage - 1]] if stage > 0 else []
 
     def _outgoing(self, stage: int, i: int) -> list[Tensor]:
         return self._incoming(stage + 1, i) if stage < self._last_stage else []

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from weft.strategy.context.sharded_sequence import like, shard_of
 from weft.strategy.pipeline.fake_mode import is_recorded
 from weft.strategy.pipeline.layer_calls import InterceptedLayer, Mode
 from weft.strategy.pipeline.recording import VALUE_READS, Event, Recording, comparable_value, name_of
@@ -46,9 +47,10 @@ class StageRun(Mode):
     A probe only compares a forward with its recording: the layers of all stages return their recorded results.
 
     stage: the stage to run; for a probe, the number of stages.
-    received: the values that cross the boundary before this stage; None for a probe.
+    received: the values that cross the boundary before this stage, or their shards; None for a probe.
     before_layers: a function to call before the first layer of the stage, or None.
-    sent: after the forward, the values that cross the boundary after this stage; None on the last stage.
+    sent: after the forward, the values that cross the boundary after this stage, or their shards; None on the last
+        stage.
     """
 
     def __init__(
@@ -68,7 +70,10 @@ class StageRun(Mode):
         self._read_values: list[Any] = []
         self._next_event = 0
         incoming = recording.crossings[stage - 1] if stage > 0 and received is not None else []
-        self._values = dict(zip(incoming, received or (), strict=True))  # by index in recording.values
+        # By index in recording.values.
+        self._values = {
+            idx: like(recording.values[idx], value) for idx, value in zip(incoming, received or (), strict=True)
+        }
         self._outgoing = set(recording.crossings[stage]) if stage + 1 < recording.num_stages else set()
         self.sent: list[Tensor] | None = None
 
@@ -106,7 +111,7 @@ class StageRun(Mode):
         """Compute the layer, return its recorded result, or end the forward."""
         name, stage = layer._weft_layer
         if stage > self._target:
-            self.sent = [self._values[idx] for idx in self._recording.crossings[self._target]]
+            self.sent = [shard_of(self._values[idx]) for idx in self._recording.crossings[self._target]]
             raise ForwardExit
         self._reached_stage = max(self._reached_stage, stage)
         if self._is_earlier_stage and (stage != ANY_STAGE or _has_fakes(args) or _has_fakes(kwargs)):
