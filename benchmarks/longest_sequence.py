@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from common import machine_facts
 from torch import Tensor, nn
 
-from weft.strategy.dry_run.entry import estimate_all
+from weft.strategy.dry_run.process import DryRunProcess
 from weft.strategy.dry_run.request import Request
 from weft.strategy.tuning.request import read_bytes
 
@@ -52,7 +53,9 @@ def ids(num_tokens: int) -> Tensor:
     return torch.zeros((1, num_tokens + 1), dtype=torch.int64)
 
 
-def peak_of(num_tokens: int, num_ranks: int, checkpointing: str, attention: str, sizes: dict[str, int]) -> int:
+def peak_of(
+    process: DryRunProcess, num_tokens: int, num_ranks: int, checkpointing: str, attention: str, sizes: dict[str, int]
+) -> int:
     """Return the predicted peak of a rank, in bytes."""
     request = Request(
         functools.partial(build, sizes, num_tokens),
@@ -62,17 +65,18 @@ def peak_of(num_tokens: int, num_ranks: int, checkpointing: str, attention: str,
         context_attention=attention,
         num_steps=2,
     )
-    return estimate_all([request])[0].peak_bytes
+    [found] = process.run(request)
+    return max(sum(usage.values()) for usage in found.phases.values())
 
 
-def longest(limit: int, **options: Any) -> tuple[int, int]:
+def longest(process: DryRunProcess, limit: int, **options: Any) -> tuple[int, int]:
     """Return the largest number of tokens whose peak is at most `limit`, and that peak; (0, 0) if there is none."""
     found, peak, too_long = 0, 0, STEP
-    while (next_peak := peak_of(too_long, **options)) <= limit:
+    while (next_peak := peak_of(process, too_long, **options)) <= limit:
         found, peak, too_long = too_long, next_peak, 2 * too_long
     while too_long - found > STEP:
         middle = (found + too_long) // 2 // STEP * STEP
-        middle_peak = peak_of(middle, **options)
+        middle_peak = peak_of(process, middle, **options)
         if middle_peak <= limit:
             found, peak = middle, middle_peak
         else:
@@ -92,16 +96,14 @@ def main() -> int:
     args = parser.parse_args()
     sizes = {name: getattr(args, name) for name in ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size")}
     cases = []
-    for checkpointing in ("none", "full"):
-        for num_ranks in args.ranks:
+    with DryRunProcess() as process:
+        for checkpointing, num_ranks in itertools.product(("none", "full"), args.ranks):
             options = {"num_ranks": num_ranks, "checkpointing": checkpointing, "attention": args.attention}
-            num_tokens, peak = longest(read_bytes(args.memory), **options, sizes=sizes)
+            num_tokens, peak = longest(process, read_bytes(args.memory), **options, sizes=sizes)
             cases.append({**options, "tokens": num_tokens, "bytes": peak})
             if not args.json:
-                print(
-                    f"{checkpointing:>5} {num_ranks:>3} ranks: {num_tokens:>9,} tokens, {peak / 1e6:,.1f} MB",
-                    flush=True,
-                )
+                tokens = f"{num_tokens:>9,} tokens, {peak / 1e6:,.1f} MB"
+                print(f"{checkpointing:>5} {num_ranks:>3} ranks: {tokens}", flush=True)
     if args.json:
         facts = {"benchmark": "longest_sequence", "machine": machine_facts(), "memory": args.memory, **sizes}
         print(json.dumps({**facts, "cases": cases}, indent=2))

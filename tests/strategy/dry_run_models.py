@@ -21,7 +21,7 @@ from weft.strategy.context import carry_through_fsdp, parallelize_context
 from weft.strategy.context.groups import context_groups
 from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fsdp
 from weft.strategy.data_parallel.fully_sharded import free_gathered, mixed_precision_policy, set_gradient_sync
-from weft.strategy.pipeline import Pipeline
+from weft.strategy.pipeline import Pipeline, find_staged
 from weft.strategy.pipeline.last_stage_modules import LastStageModules
 from weft.strategy.planning.layout import Sizes
 from weft.strategy.verification.evidence import store_rehearsal
@@ -220,10 +220,12 @@ def _train(
     weft.parallelize(model, mesh["tensor_parallel"], plan, keeps_plain_on_one_rank=stays_plain, keeps_deferred=shards)
     if sizes.context_parallel > 1:
         context = context_groups(mesh.mesh, sizes.context_parallel).context
-        parallelize_context(model, context, attention=context_attention)
+        skeleton = None if pipeline is None else find_staged(model)[1].skeleton
+        parallelize_context(model, context, attention=context_attention, skeleton=skeleton)
     checkpoint_activations(model, activation_checkpointing)
     if pipeline is not None and shards:
         pipeline.fully_shard(mesh["data_parallel"], mp_policy=mixed_precision_policy(precision))
+        carry_through_fsdp(model)
     elif shards:
         axes = mesh["data_replicate", "data_parallel"] if sizes.data_replicate > 1 else mesh["data_parallel"]
         policy, entry_points = mixed_precision_policy(precision), ["training_step"] if steps else None

@@ -151,7 +151,7 @@ def test_unsupported_trainings_raise_errors(module: Any, batch: Any, message: st
             "got accumulate_grad_batches=2 with a pipeline or steps by rows",
         ),
         ({"context_attention": "all"}, "context_attention is 'all'; pass 'ring' or 'ulysses'"),
-        ({"layout": "pp2,cp2"}, "the layout 'pp2,cp2' has context-parallel ranks, which support neither a pipeline"),
+        ({"layout": "cp2,tp2", "sequence_parallel": True}, "got sequence_parallel=True for the layout 'cp2,tp2'"),
         ({"rank": 2, "layout": "tp2"}, "rank is 2 for the 2 ranks of the layout 'tp2'; pass a rank of the layout"),
     ],
 )

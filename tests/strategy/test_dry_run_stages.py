@@ -34,6 +34,7 @@ CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
         ("text", "pp2,dp2", {"pipeline_cuts": TEXT}),
         ("gpt2", "pp2,dp2", {"pipeline_cuts": GPT2, "zero_stage": 0}),
         ("long text", "pp4", {"pipeline_cuts": ["layers.1", "layers.2", "norm"]}),
+        ("text", "pp2,cp2", {"pipeline_cuts": TEXT}),
     ],
 }
 

@@ -93,10 +93,10 @@ class Request:
         if self.context_attention not in ("ring", "ulysses"):
             raise ValueError(f"estimate: context_attention is {self.context_attention!r}; pass 'ring' or 'ulysses'.")
         self._check_pipeline()
-        if self.sizes.context_parallel > 1 and (self.has_stages or self.sequence_parallel):
+        if self.sizes.context_parallel > 1 and self.sequence_parallel:
             raise ValueError(
-                f"estimate: the layout '{self.layout}' has context-parallel ranks, which support neither a pipeline "
-                "nor sequence_parallel=True; leave one of them out."
+                f"estimate: got sequence_parallel=True for the layout '{self.layout}' with context-parallel ranks, "
+                "which are not supported together; leave one of them out."
             )
         if self.rank is not None and not 0 <= self.rank < self.num_ranks:
             raise ValueError(

@@ -39,6 +39,7 @@ from weft.strategy.optimizers.fused_optimizers import fuse
 from weft.strategy.optimizers.in_backward import StepInBackward
 from weft.strategy.pipeline.fake_mode import DryRunMode
 from weft.strategy.pipeline.micro_batches import map_tensors
+from weft.strategy.pipeline.staged_model import find_staged
 from weft.strategy.plan import Plan
 
 _PHASES = ("forward", "backward", "step")
@@ -220,7 +221,10 @@ class _DryRun:
     def _train(self, model: nn.Module, batch: Any, loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
         request, stages = self._request, self._stages
         if self._job.context_group is not None:
-            parallelize_context(model, self._job.context_group, attention=request.context_attention)
+            found = find_staged(model)
+            skeleton = None if found is None else found[1].skeleton
+            group, attention = self._job.context_group, request.context_attention
+            parallelize_context(model, group, attention=attention, skeleton=skeleton)
         checkpoint_activations(model, request.activation_checkpointing)
         if request.shards_parameters:
             self._fully_shard(model, loss_fn)
