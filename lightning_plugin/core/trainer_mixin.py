@@ -341,15 +341,12 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         engine.memory_watch.forward_begins(args)
         if engine.plan is None:
             return step(*args, **kwargs)
+        if engine.context_group is not None:
+            step = partial(_with_full_sequences, step)
         if engine.pipeline is not None:
             step = partial(run_step, step, self._module_in_stages())
             return self._stages.run_step(loop, step, args, kwargs)
-        result = run_step(step, None, *args, **kwargs)
-        if engine.context_group is not None:
-            from weft.strategy.context import full_sequences
-
-            result = full_sequences(result)
-        return result
+        return run_step(step, None, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the stock method; with `optimizer_in_backward` and clipping by norm, the backward runs twice."""
@@ -456,6 +453,13 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             found = loaded.pop(LOADERS_KEY, [])
             self._loaders.resume(self._engine.random_states.with_own_states(found))
         return loaded
+
+
+def _with_full_sequences(step: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the result of a step; sequences in it are gathered over the context-parallel ranks."""
+    from weft.strategy.context import full_sequences
+
+    return full_sequences(step(*args, **kwargs))
 
 
 def _why_all_gradients(has_stages: bool, model: Any) -> str:

@@ -28,7 +28,7 @@ from weft.strategy.checkpoint.manifest import Manifest
 from weft.strategy.reports.run_data import DATA_FILE
 
 ROWS, TOKENS, VOCAB, STEPS, CONTEXT = 4, 16, 37, 4, 2
-NUM_DATA = {"tp1": 1, "dp2": 2, "cp2": 1, "dp2,cp2": 2, "rep2,cp2": 2}
+NUM_DATA = {"tp1": 1, "dp2": 2, "cp2": 1, "dp2,cp2": 2, "rep2,cp2": 2, "pp2,cp2": 1}
 CASES = [*((layout, stage) for layout in ("cp2", "dp2,cp2") for stage in (0, 1, 3)), ("rep2,cp2", 3)]
 
 
@@ -37,7 +37,7 @@ def ranks_of(layout: str) -> int:
 
 
 def data_rank_of(rank: int, layout: str) -> int:
-    return rank // (CONTEXT if "cp" in layout else 1)
+    return rank // (CONTEXT if "cp" in layout else 1) % NUM_DATA[layout]
 
 
 def dataset(num_batches: int = STEPS) -> TensorDataset:
@@ -198,6 +198,28 @@ def test_fabric_matches_one_device(folder: str) -> None:
             assert_same_weights(result["weights"], expected["weights"])
 
 
+def _fit_stages(rank: int, world_size: int, folder: str, attention: str) -> dict[str, Any]:
+    set_torchrun_environment(rank, world_size)
+    options = {"pipeline_cuts": ["layers.1"], "pipeline_module": "model", "num_micro_batches": 2}
+    module = Tokens()
+    strategy = strategy_of("pp2,cp2", context_attention=attention, **options)
+    run = trainer(world_size, strategy, folder, gradient_clip_val=0.3, log_every_n_steps=1)
+    run.fit(module, loader(rank, "pp2,cp2"), loader(rank, "pp2,cp2"))
+    logged = [run.callback_metrics[name].item() for name in ("train_loss_epoch", "val_loss")]
+    predicted = torch.cat(run.predict(module, loader(rank, "pp2,cp2")))
+    return {"losses": module.losses, "norms": module.norms, "logged": logged, "predicted": predicted}
+
+
+@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+def test_stages_match_one_device(folder: str, fitted_on_one_device: dict[str, Any], attention: str) -> None:
+    expected = fitted_on_one_device
+    for result in run_on_ranks(4, _fit_stages, folder=folder, attention=attention):
+        for name in ("losses", "norms"):
+            _assert_close(result[name], expected[name], name)
+        _assert_close(result["logged"], expected["logged"][:2], "logged values")
+        torch.testing.assert_close(result["predicted"], expected["predicted"], rtol=1e-9, atol=1e-12)
+
+
 # ---- checkpoints -------------------------------------------------------------------------------------------
 
 
@@ -352,7 +374,6 @@ def test_replica_check_names_the_context_rank_that_differs(rank: int, world_size
         ({"layout": "cp2", "context_parallel_size": 2}, "and also context_parallel_size=2; leave these out"),
         ({"layout": "auto", "context_parallel_size": 2}, "and also context_parallel_size=2; leave these out"),
         ({"layout": "cp2", "sequence_parallel": True}, "2 context-parallel ranks and sequence_parallel=True, which"),
-        ({"layout": "pp2,cp2", "pipeline_cuts": ["a"]}, "2 context-parallel ranks and pipeline_cuts, which are not"),
     ],
 )
 def test_unsupported_options_raise(settings: dict[str, Any], remedy: str) -> None:
