@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.strategy.context.attention import Attention
 from weft.strategy.context.layout import Order, layout_of, place_of
-from weft.strategy.context.sharded_sequence import ShardedSequence, separate, shard
+from weft.strategy.context.sharded_sequence import ShardedSequence, forget_kept, separate, shard
 
 _MARK = "_weft_context"
 ORDERS: dict[Attention, Order] = {"ring": "head_tail", "ulysses": "contiguous"}
@@ -41,6 +41,7 @@ class Context:
         if ids.dim() == 1 and ids.shape[0] != self._length:
             return None
         self._length = ids.shape[-1]
+        forget_kept()
         return (self.shard(ids, -1), *args[1:])
 
 

@@ -215,8 +215,11 @@ def shard_of(value: Any) -> Any:
 
 
 def like(value: Tensor, shard: Tensor) -> Tensor:
-    """Return `shard` as a sharded sequence with the place of `value`, if that is one; else unchanged."""
-    return ShardedSequence(shard, value.place) if type(value) is ShardedSequence else shard
+    """Return `shard`, with which a forward begins, as a sequence with the place of `value`, if that is one."""
+    if type(value) is not ShardedSequence:
+        return shard
+    forget_kept()
+    return ShardedSequence(shard, value.place)
 
 
 def separate(value: Any) -> tuple[Any, Callable[[Any], Any]]:
@@ -278,9 +281,10 @@ _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def kept_with(tensor: Tensor, key: Any, make: Callable[[], Any]) -> Any:
-    """Return make(), which depends on a tensor's values, or its earlier result for the same view of these values.
+    """Return make(), which depends on a tensor's values, or its earlier result for the same view in this forward.
 
     Results are kept as long as the tensor that `tensor` is a view of, except views of it, and tensors without values.
+    They are not kept for the next forward: an optimizer may have changed the values without a new version.
     """
     if tensor.is_inference():
         return make()
@@ -294,6 +298,11 @@ def kept_with(tensor: Tensor, key: Any, make: Callable[[], Any]) -> Any:
     if not isinstance(made, Tensor) or (type(made) is Tensor and made._base is None and made is not tensor):
         _kept.setdefault(base, {})[view] = made
     return made
+
+
+def forget_kept() -> None:
+    """Forget all results of `kept_with`, at the begin of a forward."""
+    _kept.clear()
 
 
 def _shard(full: Tensor, place: Place) -> Tensor:

@@ -100,6 +100,32 @@ def test_recomputed_activations(mode: str) -> None:
         assert_same_training(parallelize, model, next_token_loss, batches, "SGD")
 
 
+class _Positions(nn.Module):
+    """Has a table that is neither a parameter nor a buffer, as a parameter's local tensor is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.table = torch.randn(16, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids) + self.table[: ids.shape[1]]
+
+
+@on_ranks(2)
+def test_forwards_see_new_values_of_tables() -> None:
+    """Fused optimizers change values without changing their version."""
+    torch.manual_seed(0)
+    model = _Positions()
+    parallelize_context(model, dist.group.WORLD)
+    for _ in range(2):
+        version = model.table._version
+        model.table.mul_(-1.5)
+        torch._C._autograd._unsafe_set_version_counter((model.table,), (version,))
+        found = full_sequences(model(torch.zeros(1, 13, dtype=torch.int64)))[0]
+        torch.testing.assert_close(found, model.embedding.weight[0] + model.table[:13])
+
+
 def _padded_loss(model: nn.Module, ids: Tensor) -> Tensor:
     """Return Hugging Face's own loss for a batch with padding."""
     mask = torch.ones_like(ids)
