@@ -38,7 +38,11 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(dims, bool):  # the argument `unbiased` of var and std
         return GATHER
     given = (
-        tuple(range(x.num_dims)) if dims is None or dims == () else dims if isinstance(dims, (tuple, list)) else (dims,)
+        tuple(range(x.num_dims))
+        if dims is None or dims in ((), [])
+        else dims
+        if isinstance(dims, (tuple, list))
+        else (dims,)
     )
     reduced = {positive(each, x.num_dims) for each in given}
     if named.get("out") is not None:

@@ -211,7 +211,8 @@ def _permute(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
 def _movedim(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    source, target = list(args[1:]) + list(kwargs.values())
+    named = dict(zip(("source", "destination"), args[1:], strict=False)) | kwargs
+    source, target = named["source"], named["destination"]
     sources = [positive(d, x.num_dims) for d in (source if isinstance(source, (tuple, list)) else (source,))]
     targets = [positive(d, x.num_dims) for d in (target if isinstance(target, (tuple, list)) else (target,))]
     rest = iter([dim for dim in range(x.num_dims) if dim not in sources])
@@ -317,13 +318,15 @@ def _select(x: ShardedSequence, items: list[Any], position: int, token: int) -> 
 
 @rule(Tensor.select, torch.select)
 def _select_of(func: Any, args: Any, kwargs: Any) -> Any:
-    x, dim, index = list(args) + list(kwargs.values())
-    return x[tuple([slice(None)] * positive(dim, x.num_dims) + [index])]
+    named = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+    x, index = named["input"], named["index"]
+    return x[tuple([slice(None)] * positive(named["dim"], x.num_dims) + [index])]
 
 
 @rule(Tensor.narrow, torch.narrow)
 def _narrow(func: Any, args: Any, kwargs: Any) -> Any:
-    x, dim, start, length = list(args) + list(kwargs.values())
+    named = dict(zip(("input", "dim", "start", "length"), args, strict=False)) | kwargs
+    x, dim, start, length = (named[name] for name in ("input", "dim", "start", "length"))
     if isinstance(start, Tensor):
         return GATHER
     start = positive(start, x.shape[dim])

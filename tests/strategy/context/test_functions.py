@@ -137,6 +137,13 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
     "last_token": (lambda x: x[:, -1], False),
     "first_token": (lambda x: x.select(1, 0) + x[:, 3], False),
     "narrow": (lambda x: x.narrow(1, 2, 5).narrow(2, 0, 2), False),
+    "names_in_another_order": (
+        lambda x: (
+            x.narrow(length=2, start=1, dim=1)[0] + torch.movedim(x, destination=1, source=0).select(index=0, dim=1)[:2]
+        ),
+        False,
+    ),
+    "sum_of_no_dims": (lambda x: x.sum([]) + x.mean(dim=[]), False),
     "chunks": (lambda x: torch.cat([each * i for i, each in enumerate(x.chunk(2, -1))], -1), False),
     "unbind": (lambda x: torch.stack(x.unbind(-1), 1), False),
     "unbind_batch": (lambda x: torch.stack(list(x.unbind(0))), False),
