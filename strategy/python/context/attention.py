@@ -26,7 +26,12 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
         return GATHER
     layout = query.place.layout
     alike = all(isinstance(each, ShardedSequence) and each.place == query.place for each in (key, value))
-    if alike and not named.get("dropout_p", 0.0) and query.dim() == 4 and layout.order is not None:
+    if (
+        alike
+        and _is_supported(query.shape, key.shape, value.shape)
+        and not named.get("dropout_p", 0.0)
+        and layout.order is not None
+    ):
         given, scale = named.get("attn_mask"), named.get("scale")
         if given is None:
             mask = CausalMask(None, None) if named.get("is_causal") else None
@@ -35,6 +40,11 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
         if found is not None:
             return _sharded(query, key, value, found, scale)
     return _with_all_keys(query, named)
+
+
+def _is_supported(query: torch.Size, key: torch.Size, value: torch.Size) -> bool:
+    """Return whether the operators take these shapes: they do not broadcast."""
+    return len(query) == 4 and query[0] == key[0] == value[0] and key[1] == value[1] and query[1] % key[1] == 0
 
 
 def _sharded(query: Any, key: Any, value: Any, mask: CausalMask | None, scale: float | None) -> Any:
@@ -64,7 +74,7 @@ def _with_all_keys(query: ShardedSequence, named: dict[str, Any]) -> Any:
     """Compute this rank's queries with all keys and values, for masks, dropout and slices of sequences."""
     key, value = (each.full() if isinstance(each, ShardedSequence) else each for each in (named["key"], named["value"]))
     mask, place = named.get("attn_mask"), query.place
-    if mask is not None:
+    if mask is not None and mask.dim() > 1:
         rows = place.at(mask.dim() - 2)
         if isinstance(mask, ShardedSequence):
             mask = mask.local if mask.place == rows else mask.full()
@@ -80,11 +90,19 @@ def _with_all_keys(query: ShardedSequence, named: dict[str, Any]) -> Any:
             if mask.dtype == torch.bool
             else mask.masked_fill(~causal, -math.inf)
         )
+    own_query = query.local
+    if not named.get("enable_gqa"):  # torch does not broadcast an empty query
+        own_query = own_query.expand(*torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]), *own_query.shape[-2:])
+        place = place.at(own_query.dim() - 2)
     p = named.get("dropout_p", 0.0)
     options: dict[str, Any] = {name: named[name] for name in ("scale", "enable_gqa") if name in named}
     if not p:
-        return wrap(F.scaled_dot_product_attention(query.local, key, value, attn_mask=mask, **options), place)
-    return wrap(_with_dropout(query.local, key, value, mask, place, p, options), place)
+        out = F.scaled_dot_product_attention(own_query, key, value, attn_mask=mask, **options)
+        if mask is not None and mask.requires_grad and own_query.numel() == 0:
+            # torch then leaves the mask out of the graph, whose collectives the other ranks wait for.
+            out = out + mask.sum() * 0
+        return wrap(out, place)
+    return wrap(_with_dropout(own_query, key, value, mask, place, p, options), place)
 
 
 def _with_dropout(

@@ -15,6 +15,7 @@ from weft.strategy.context.sharded_sequence import (
     GATHER,
     Rule,
     ShardedSequence,
+    follow_shard,
     redistributed,
     rule,
     rules_by_name,
@@ -35,9 +36,9 @@ _OPERATORS = {
     "rshift": "bitwise_right_shift",
 }
 # Elementwise functions without that tag, or without an operator of their name.
-_ELEMENTWISE = {"to", "type", "type_as", "clone", "contiguous", "detach", "alias", "cpu", "cuda", "masked_fill"}
+_ELEMENTWISE = {"type", "clone", "contiguous", "detach", "alias", "cpu", "cuda", "masked_fill"}
 _ELEMENTWISE |= {"float", "double", "half", "bfloat16", "int", "long", "short", "bool", "char", "byte", "softsign"}
-_ELEMENTWISE |= {"zeros_like", "ones_like", "full_like", "empty_like", "requires_grad_", "nan_to_num", "relu6"}
+_ELEMENTWISE |= {"zeros_like", "ones_like", "full_like", "empty_like", "nan_to_num", "relu6"}
 _ELEMENTWISE |= {
     "hardswish",
     "hardsigmoid",
@@ -47,9 +48,19 @@ _ELEMENTWISE |= {
     "swish",
     "rsub",
     "copy",
-    "glu_",
     "tanhshrink",
+    "fill",
+    "zero",
+    "complex",
+    "polar",
+    "conj",
+    "resolve_conj",
+    "resolve_neg",
+    "log_sigmoid",
+    "float_power",
 }
+_ELEMENTWISE |= {"subtract", "multiply", "divide", "negative", "absolute", "greater", "greater_equal", "less"}
+_ELEMENTWISE |= {"less_equal", "not_equal", "isclose"}
 
 _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.element_size),
@@ -76,10 +87,38 @@ _OF_GRAPH = [
 
 
 @rule(*_OF_GRAPH, Tensor.is_shared, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty)
+@rule(Tensor.new_tensor, torch.result_type)
 def _of_shard(func: Any, args: Any, kwargs: Any) -> Any:
     """Answer for the shard: what is true for it, and new tensors of given shapes, which are plain."""
     args, kwargs = tree_map_only(ShardedSequence, lambda each: each.local, (args, kwargs))
     return func(*args, **kwargs)
+
+
+@rule(Tensor.to, Tensor.type_as)
+def _converted(func: Any, args: Any, kwargs: Any) -> Any:
+    """Convert to a type or device, which another tensor may give, whatever its shape is."""
+    x = args[0]
+    args, kwargs = tree_map_only(ShardedSequence, lambda each: each.local, (args, kwargs))
+    result = func(*args, **kwargs)
+    return wrap(result, x.place) if isinstance(x, ShardedSequence) else result
+
+
+@rule(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def _set_requires_grad(func: Any, args: Any, kwargs: Any) -> Any:
+    func(args[0].local, *args[1:], **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        func(*args, **kwargs)
+    return args[0]
+
+
+@rule(Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
+def _part(func: Any, args: Any, kwargs: Any) -> Any:
+    return wrap(func(args[0].local), args[0].place)
+
+
+@rule(torch.where, Tensor.where)
+def _where(func: Any, args: Any, kwargs: Any) -> Any:
+    return GATHER if len(args) + len(kwargs) == 1 else elementwise(func, args, kwargs)  # the positions that are true
 
 
 @rule(Tensor.register_hook, Tensor.retain_grad)
@@ -104,7 +143,7 @@ def _find(name: str) -> Rule | None:
         return elementwise if base in _OPERATORS or _is_elementwise(base) else None
     if not _is_elementwise(base):
         return None
-    return in_place_rule if name.endswith("_") and name != "requires_grad_" else elementwise
+    return in_place_rule if name.endswith("_") else elementwise
 
 
 @functools.cache
@@ -158,6 +197,7 @@ def in_place_rule(func: Any, args: Any, kwargs: Any) -> Any:
         return GATHER
     args, kwargs, _ = aligned
     func(*args, **kwargs)
+    follow_shard(changed)
     return changed
 
 

@@ -33,16 +33,16 @@ class Context:
         return ShardedSequence(shard(x, place), place)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def shard_ids(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def shard_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Shard the ids `[..., tokens]` that an embedding gets, or positions `[tokens]` of that sequence."""
-        ids = args[0] if args else None
+        ids = args[0] if args else kwargs.get("input")
         if type(ids) is not Tensor or ids.dim() == 0 or ids.shape[-1] < 2:
             return None
         if ids.dim() == 1 and ids.shape[0] != self._length:
             return None
         self._length = ids.shape[-1]
         forget_kept()
-        return (self.shard(ids, -1), *args[1:])
+        return (self.shard(ids, -1), *args[1:]), {name: each for name, each in kwargs.items() if name != "input"}
 
 
 def parallelize_context(
@@ -82,7 +82,7 @@ def parallelize_context(
         context = Context(group, attention)
         for each in root.modules():
             if isinstance(each, nn.Embedding):
-                each.__dict__[_MARK] = each.register_forward_pre_hook(context.shard_ids)
+                each.__dict__[_MARK] = each.register_forward_pre_hook(context.shard_ids, with_kwargs=True)
 
 
 def remove_context(module: nn.Module) -> None:

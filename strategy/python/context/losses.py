@@ -45,13 +45,19 @@ def _loss_of_classes(func: Any, args: Any, kwargs: Any) -> Any:
     if reduction == "none":
         losses = func(x.local, own_target, **named, reduction="none")
         return wrap(losses, x.place.at(x.place.dim - (x.place.dim > class_dim)))
-    total = sum_over_ranks(func(x.local, own_target, **named, reduction="sum"), place)
-    if reduction == "sum":
-        return total
-    if not has_classes:
-        return total / (x.numel() // x.shape[class_dim])
-    weight = named.get("weight")
-    return total / _divisor(target, own_target, place, named.get("ignore_index", -100), weight, total.dtype)
+    if x.dtype in (torch.float16, torch.bfloat16):
+        losses = func(x.local, own_target, **named, reduction="none")
+        dtype, own_total = losses.dtype, losses.sum(dtype=torch.float32)  # a sum of float16 may overflow
+    else:
+        own_total = func(x.local, own_target, **named, reduction="sum")
+        dtype = own_total.dtype
+    total = sum_over_ranks(own_total, place)
+    if reduction == "mean" and has_classes:
+        ignored, weight = named.get("ignore_index", -100), named.get("weight")
+        total = total / _divisor(target, own_target, place, ignored, weight, total.dtype)
+    elif reduction == "mean":
+        total = total / (x.numel() // x.shape[class_dim])
+    return total.to(dtype)
 
 
 def _divisor(
@@ -71,11 +77,15 @@ _ELEMENTWISE: tuple[Any, ...] = (
     *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
 )
 
+_WEIGHTED_SUMS = (F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+
 
 @rule(*_ELEMENTWISE)
 def _elementwise_loss(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) > 2 or kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
         return GATHER
+    if kwargs.get("weight") is not None and func not in _WEIGHTED_SUMS:
+        return GATHER  # the mean is that of the weights
     options = {name: each for name, each in kwargs.items() if name not in ("reduction", "input", "target")}
     inputs = [*args, *(kwargs[name] for name in ("input", "target")[len(args) :])]
     losses = elementwise(func, tuple(inputs), {**options, "reduction": "none"})

@@ -30,7 +30,7 @@ class CausalMask:
 def causal_mask_of(mask: Tensor, num_tokens: int) -> CausalMask | None:
     """Return what a mask of bool, `[tokens, tokens]` or `[batch, 1, tokens, tokens]`, says, or None.
 
-    A mask is compared once: the result is kept as long as the tensor that it is a view of.
+    A mask is compared once in a forward: the result is kept with the tensor that it is a view of.
     """
     has_shape = mask.dim() in (2, 4) and (mask.dim() == 2 or mask.shape[1] == 1)
     if mask.dtype != torch.bool or not has_shape or tuple(mask.shape[-2:]) != (num_tokens, num_tokens):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import string
 from typing import Any
 
 import torch
@@ -62,8 +64,9 @@ def matmul(a: Tensor, b: Tensor) -> Any:
     if a.dim() < 2 or b.dim() < 2:
         return GATHER
     if isinstance(a, ShardedSequence) and a.place.dim == a.dim() - 1:  # the tokens are summed
-        if isinstance(b, ShardedSequence) and b.place == a.place.at(b.dim() - 2):
-            return sum_over_ranks(a.local @ b.local, a.place)
+        rows = a.place.at(b.dim() - 2)
+        if b.shape[-2] == rows.full_size and (not isinstance(b, ShardedSequence) or b.place == rows):
+            return sum_over_ranks(a.local @ (b.local if isinstance(b, ShardedSequence) else shard(b, rows)), a.place)
         return GATHER
     if isinstance(a, ShardedSequence) and a.place.dim == a.dim() - 2:
         # The products of all pairs of tokens, as the scores of an attention: each rank computes its rows.
@@ -80,7 +83,7 @@ def _batched(a: Tensor, b: Tensor) -> Any:
     leader = a if isinstance(a, ShardedSequence) else b
     assert isinstance(leader, ShardedSequence)
     place, from_end = leader.place, leader.dim() - leader.place.dim
-    if from_end < 3:
+    if from_end < 3 or place.full_size == 1:
         return GATHER
 
     def own(each: Tensor) -> Tensor | None:
@@ -89,7 +92,7 @@ def _batched(a: Tensor, b: Tensor) -> Any:
             return each.local if each.place == at else None
         if each.dim() < from_end or each.shape[at.dim] == 1:
             return each
-        return shard(each, at)
+        return shard(each, at) if each.shape[at.dim] == at.full_size else None
 
     left, right = own(a), own(b)
     return GATHER if left is None or right is None else wrap(left @ right, place.at(max(a.dim(), b.dim()) - from_end))
@@ -101,21 +104,50 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
     equation, operands = args[0], args[1:]
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+    if not isinstance(equation, str):
         return GATHER
-    inputs, output = equation.replace(" ", "").split("->")
-    labels = inputs.split(",")
+    labels, output = _einsum_labels(equation, tuple(each.dim() for each in operands))
+    if any(len(set(own)) < len(own) for own in labels):
+        return GATHER
     leader = next(i for i, each in enumerate(operands) if isinstance(each, ShardedSequence))
     place, label = operands[leader].place, labels[leader][operands[leader].place.dim]
     shards = []
     for own, each in zip(labels, operands, strict=True):
         if label in own:
+            if each.shape[own.index(label)] != place.full_size:
+                return GATHER
             at = place.at(own.index(label))
             shards.append(redistributed(each, at) if isinstance(each, ShardedSequence) else shard(each, at))
         else:
             shards.append(each.full() if isinstance(each, ShardedSequence) else each)
-    result = torch.einsum(equation, *shards)
+    result = torch.einsum(",".join(labels) + "->" + output, *shards)
     return wrap(result, place.at(output.index(label))) if label in output else sum_over_ranks(result, place)
+
+
+@functools.cache
+def _einsum_labels(equation: str, num_dims: tuple[int, ...]) -> tuple[list[str], str]:
+    """Return the labels of each operand and of the result, with labels in place of "..." and of an implied result."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    labels = inputs.split(",")
+    unused = "".join(sorted(set(string.ascii_letters) - set(equation)))
+    counts = [n - len(own) + 3 if "..." in own else 0 for n, own in zip(num_dims, labels, strict=True)]
+    broadcast = unused[: max(counts)]
+    labels = [own.replace("...", broadcast[len(broadcast) - num :]) for own, num in zip(labels, counts, strict=True)]
+    if not arrow:
+        used = "".join(inputs.replace("...", "").split(","))
+        output = "..." * ("..." in inputs) + "".join(sorted(each for each in set(used) if used.count(each) == 1))
+    return labels, output.replace("...", broadcast)
+
+
+@rule(torch.baddbmm, Tensor.baddbmm)
+def _baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
+    named = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | kwargs
+    if named.keys() - {"input", "batch1", "batch2", "beta", "alpha"}:
+        return GATHER
+    product = torch.bmm(named["batch1"], named["batch2"])
+    alpha, beta = named.get("alpha", 1), named.get("beta", 1)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else torch.add(product, named["input"], alpha=beta)
 
 
 # ---- embeddings and operators ------------------------------------------------------------------------------
@@ -128,6 +160,8 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
     ids = named.get("input")
     if func is not F.embedding or not isinstance(ids, ShardedSequence) or named.get("max_norm") is not None:
         return GATHER
+    if named.get("scale_grad_by_freq"):
+        return GATHER  # the gradient depends on all ids
     return wrap(F.embedding(**{**named, "input": ids.local}), ids.place)
 
 
@@ -179,12 +213,14 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     """
     named = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
     x, p, trains = named["input"], named.get("p", 0.5), named.get("training", named.get("train", True))
-    if named.get("inplace"):
-        return GATHER
     if not trains or p == 0.0:
         return x
     seed = torch.randint(0, 1 << 62, (), dtype=torch.int64, device=torch.device("cpu"))
-    return wrap(drop(x.local, x.place, p, int(seed)), x.place)
+    dropped = drop(x.local, x.place, p, int(seed))
+    if not named.get("inplace"):
+        return wrap(dropped, x.place)
+    x.local.copy_(dropped)
+    return x
 
 
 def drop(local: Tensor, place: Place, p: float, seed: int) -> Tensor:

@@ -13,18 +13,24 @@ from weft.strategy.context.sharded_sequence import GATHER, ShardedSequence, rule
 from weft.strategy.context.views import positive
 
 _REDUCTIONS = ("sum", "mean", "prod", "amax", "amin", "logsumexp", "var", "std", "norm", "all", "any", "nansum")
-_ARGUMENTS = {"norm": ("p", "dim", "keepdim")}  # of the other functions: dim, keepdim
+_REDUCTIONS_BY_NORM = (torch.linalg.norm, torch.linalg.vector_norm)
+# The arguments by position; of the other functions: dim, keepdim.
+_ARGUMENTS = {
+    "norm": ("p", "dim", "keepdim"),
+    "linalg_norm": ("ord", "dim", "keepdim"),
+    "linalg_vector_norm": ("ord", "dim", "keepdim"),
+    "var": ("dim", "unbiased", "keepdim"),
+    "std": ("dim", "unbiased", "keepdim"),
+}
 
 
 def _named(name: str, args: Any, kwargs: Any) -> dict[str, Any]:
     named: dict[str, Any] = dict(zip(_ARGUMENTS.get(name, ("dim", "keepdim")), args[1:], strict=False)) | kwargs
-    for other, usual in (("axis", "dim"), ("keepdims", "keepdim")):
-        if other in named:
-            named[usual] = named.pop(other)
     return named
 
 
 @rule(*(getattr(Tensor, name) for name in _REDUCTIONS), *(getattr(torch, name) for name in _REDUCTIONS))
+@rule(*_REDUCTIONS_BY_NORM)
 def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
     x, named = args[0], _named(func.__name__, args, kwargs)
     dims = named.get("dim")
@@ -32,22 +38,32 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(dims, bool):  # the argument `unbiased` of var and std
         return GATHER
     given = (
-        tuple(range(x.num_dims)) if dims is None or dims == () else dims if isinstance(dims, (tuple, list)) else (dims,)
+        tuple(range(x.num_dims))
+        if dims is None or dims in ((), [])
+        else dims
+        if isinstance(dims, (tuple, list))
+        else (dims,)
     )
     reduced = {positive(each, x.num_dims) for each in given}
+    if named.get("out") is not None:
+        return GATHER
     if place.dim not in reduced:
         moved = place if keeps else place.at(place.dim - sum(each < place.dim for each in reduced))
         return wrap(func(x.local, *args[1:], **kwargs), moved)
-    if func.__name__ not in ("sum", "mean") or "out" in named:
+    if func.__name__ not in ("sum", "mean"):
         return GATHER
-    options = {"dtype": named["dtype"]} if named.get("dtype") is not None else {}
+    dtype = wide = named.get("dtype")
+    if (dtype or x.dtype) in (torch.float16, torch.bfloat16):  # the sum of a mean may overflow float16
+        dtype, wide = dtype or func(x.local.new_empty(())).dtype, torch.float32
+    options = {} if wide is None else {"dtype": wide}
     partial = x.local.sum(dim=sorted(reduced), keepdim=keeps, **options)
     if func.__name__ == "mean":
         count = 1
         for each in reduced:
             count *= x.shape[each]
         partial = partial / count
-    return sum_over_ranks(partial, place)
+    total = sum_over_ranks(partial, place)
+    return total if dtype is None else total.to(dtype)
 
 
 _WITH_INDICES = ("max", "min", "median", "mode", "argmax", "argmin", "kthvalue")
@@ -95,12 +111,17 @@ def _functions_along_dim() -> list[Any]:
 @rule(*_functions_along_dim())
 def _along_dim(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    if not isinstance(x, ShardedSequence):
+    if not isinstance(x, ShardedSequence) or any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values())):
         return GATHER
     position, default = _ALONG_DIM[func.__name__]
     given = args[position] if len(args) > position else kwargs.get("dim", kwargs.get("dims", default))
+    if func.__name__ == "flip" and len(args) > 2:
+        given = args[1:]
     dims = given if isinstance(given, (tuple, list)) else (given,)
-    if not all(type(each) is int and positive(each, x.num_dims) != x.place.dim for each in dims) or "out" in kwargs:
+    if (
+        not all(type(each) is int and positive(each, x.num_dims) != x.place.dim for each in dims)
+        or kwargs.get("out") is not None
+    ):
         return GATHER
     return wrap(func(x.local, *args[1:], **kwargs), x.place)
 
@@ -122,9 +143,12 @@ def _norm_of_features(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(F.pad, torch.constant_pad_nd)
 def _pad(func: Any, args: Any, kwargs: Any) -> Any:
     x, padding = args[0], args[1] if len(args) > 1 else kwargs["pad"]
+    is_constant = kwargs.get("mode", args[2] if len(args) > 2 else "constant") == "constant"
+    if func is F.pad and not is_constant and 0 in x.place.layout.lengths:
+        return GATHER  # torch reflects no empty tensor
     if x.num_dims - len(padding) // 2 <= x.place.dim:
         first = 2 * (x.num_dims - 1 - x.place.dim)
-        if tuple(padding[first : first + 2]) != (0, 0) or kwargs.get("mode", "constant") != "constant":
+        if tuple(padding[first : first + 2]) != (0, 0) or (func is F.pad and not is_constant):
             return GATHER
     return wrap(func(x.local, *args[1:], **kwargs), x.place)
 

@@ -112,7 +112,7 @@ class ShardedSequence(Tensor):
             _watch_autograd_functions(args)
         found = _rule_of(func)
         if found is not None:
-            result = found(func, args, kwargs)
+            result = found(func, *_usual(args, kwargs)) if kwargs else found(func, args, kwargs)
             if result is not GATHER:
                 return result
         return _on_full(func, args, kwargs)
@@ -127,6 +127,18 @@ class ShardedSequence(Tensor):
         )
 
 
+def _usual(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with torch's names in place of those of NumPy, and the input by position, as rules read them."""
+    if "axis" in kwargs or "keepdims" in kwargs:
+        kwargs = {_USUAL_NAMES.get(name, name): each for name, each in kwargs.items()}
+    if not args and "input" in kwargs and "condition" not in kwargs:
+        args, kwargs = (kwargs["input"],), {name: each for name, each in kwargs.items() if name != "input"}
+    return args, kwargs
+
+
+_USUAL_NAMES = {"axis": "dim", "keepdims": "keepdim"}
+
+
 def _watch_autograd_functions(args: tuple[Any, ...]) -> None:
     """Let a later backward raise if these arguments are those of a torch.autograd.Function.
 
@@ -136,8 +148,16 @@ def _watch_autograd_functions(args: tuple[Any, ...]) -> None:
     for each in args:
         if isinstance(each, ShardedSequence) and each.local.requires_grad and not each.is_watched:
             each.is_watched = True
+            follow_shard(each)
             with torch._C.DisableTorchFunctionSubclass():
                 each.register_hook(_raise_in_backward)
+
+
+def follow_shard(x: ShardedSequence) -> None:
+    """Let a sequence require a gradient if its shard does, which functions in place have changed."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if x._local.requires_grad and not x.requires_grad:
+            x.requires_grad_()
 
 
 def _raise_in_backward(gradient: Tensor) -> None:
@@ -159,20 +179,44 @@ def redistributed(x: ShardedSequence, place: Place) -> Tensor:
     return shard(x.full(), place)
 
 
+_CHANGING = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__"}
+_CHANGING |= {"__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+
+
 def _on_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function with full tensors, which are gathered."""
     name = getattr(func, "__name__", str(func))
-    changes = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
+    changes = (name.endswith("_") and not name.endswith("__")) or name in _CHANGING
+    if changes and name != "__set__" and args and isinstance(args[0], ShardedSequence):
+        return _change_full(func, name, args, kwargs)
     changed = tree_leaves((args[:1] if changes else (), kwargs.get("out")))
     if any(isinstance(each, ShardedSequence) for each in changed):
-        # Not a TypeError: Python would replace `x += y` by `x = x + y`, which other references to x do not see.
-        raise ValueError(
-            f"{name} would change a sequence that is sharded over context-parallel ranks in place, which only "
-            "elementwise functions support; compute a new tensor."
-        )
+        _raise_changes(name)
     _warn_gathers(name)
     args, kwargs = tree_map_only(ShardedSequence, ShardedSequence.full, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def _change_full(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function that changes its first argument in place with the full tensor, and change the shard by it."""
+    changed: ShardedSequence = args[0]
+    _warn_gathers(name)
+    full = changed.full().clone()
+    rest, kwargs = tree_map_only(ShardedSequence, ShardedSequence.full, (args[1:], kwargs))
+    result = func(full, *rest, **kwargs)
+    if full.shape != changed.shape:
+        _raise_changes(name)
+    changed.local.copy_(_shard(full, changed.place))
+    follow_shard(changed)
+    return changed if result is full else result
+
+
+def _raise_changes(name: str) -> None:
+    # Not a TypeError: Python would replace `x += y` by `x = x + y`, which other references to x do not see.
+    raise ValueError(
+        f"{name} would change a sequence that is sharded over context-parallel ranks, other than the values of its "
+        "first argument; compute a new tensor."
+    )
 
 
 _READS = {
@@ -290,7 +334,8 @@ def kept_with(tensor: Tensor, key: Any, make: Callable[[], Any]) -> Any:
         return make()
     base = tensor if tensor._base is None else tensor._base
     results = _kept.get(base, {})
-    view = (key, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+    bits = (tensor.is_conj(), tensor.is_neg())
+    view = (key, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, bits, tensor._version)
     if view in results:
         return results[view]
     made = make()

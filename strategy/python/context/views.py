@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.strategy.context.elementwise import in_place_rule
 from weft.strategy.context.layout import Place, layout_of, place_of
 from weft.strategy.context.sharded_sequence import (
     GATHER,
     ShardedSequence,
+    follow_shard,
     num_ranks_and_rank,
     redistributed,
     rule,
@@ -50,7 +52,27 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(Tensor.view_as, Tensor.reshape_as)
 def _view_as(func: Any, args: Any, kwargs: Any) -> Any:
-    return reshape(args[0], list(args[1].shape)) if isinstance(args[0], ShardedSequence) else GATHER
+    return reshape(args[0], list(args[1].shape)) if isinstance(args[0], ShardedSequence) else _like_shape(func, args)
+
+
+def _like_shape(func: Any, args: Any) -> Tensor:
+    """Call a function of a plain tensor and of the shape of a sequence."""
+    made: Tensor = getattr(args[0], func.__name__.removesuffix("_as"))(args[1].shape)
+    return made
+
+
+@rule(Tensor.ravel, torch.ravel)
+def _ravel(func: Any, args: Any, kwargs: Any) -> Any:
+    return reshape(args[0], [-1])
+
+
+@rule(torch.view_as_complex, torch.view_as_real)
+def _view_of_complex(func: Any, args: Any, kwargs: Any) -> Any:
+    """View pairs in the last dim as complex numbers, or complex numbers as pairs in a new last dim."""
+    x = args[0]
+    if func is torch.view_as_complex and x.place.dim == x.num_dims - 1:
+        return GATHER
+    return wrap(func(x.local), x.place)
 
 
 @rule(Tensor.flatten, torch.flatten)
@@ -127,11 +149,11 @@ def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
     return wrap(x.local.squeeze(tuple(dims)), moved)
 
 
-@rule(Tensor.expand, Tensor.expand_as)
+@rule(Tensor.expand, Tensor.expand_as, Tensor.broadcast_to, torch.broadcast_to)
 def _expand(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     if not isinstance(x, ShardedSequence):
-        return GATHER
+        return _like_shape(func, args)
     sizes = list(args[1].shape) if func is Tensor.expand_as else _sizes(args[1:], kwargs)
     if sizes is None:
         return GATHER
@@ -189,7 +211,8 @@ def _permute(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(Tensor.movedim, torch.movedim, Tensor.moveaxis, torch.moveaxis)
 def _movedim(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
-    source, target = list(args[1:]) + list(kwargs.values())
+    named = dict(zip(("source", "destination"), args[1:], strict=False)) | kwargs
+    source, target = named["source"], named["destination"]
     sources = [positive(d, x.num_dims) for d in (source if isinstance(source, (tuple, list)) else (source,))]
     targets = [positive(d, x.num_dims) for d in (target if isinstance(target, (tuple, list)) else (target,))]
     rest = iter([dim for dim in range(x.num_dims) if dim not in sources])
@@ -212,15 +235,9 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(x, ShardedSequence):
         return GATHER
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(not (each is None or each is Ellipsis or type(each) in (int, slice)) for each in items):
+    if not _is_basic(items):
         return GATHER
-    num_dims = sum(each is not None and each is not Ellipsis for each in items)
-    if Ellipsis in [each if each is Ellipsis else None for each in items]:
-        where = next(position for position, each in enumerate(items) if each is Ellipsis)
-        items[where : where + 1] = [slice(None)] * (x.num_dims - num_dims)
-    items += [slice(None)] * (x.num_dims - sum(each is not None for each in items))
-    of_dims = [position for position, each in enumerate(items) if each is not None]
-    position = of_dims[x.place.dim]
+    items, position = _item_of_tokens(x, items)
     new_dim = sum(each is None or type(each) is slice for each in items[:position])
     wanted = items[position]
     if type(wanted) is int:
@@ -233,6 +250,56 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
         return GATHER
     items[position] = slice(*x.place.layout.own_slice(start, stop))
     return wrap(x.local[tuple(items)], place_of(x.place.layout.sliced(start, stop), new_dim))
+
+
+def _is_basic(items: list[Any]) -> bool:
+    return all(each is None or each is Ellipsis or type(each) in (int, slice) for each in items)
+
+
+def _item_of_tokens(x: ShardedSequence, items: list[Any]) -> tuple[list[Any], int]:
+    """Return an index with an item for each dim, without Ellipsis, and the position of the item of the tokens."""
+    num_dims = sum(each is not None and each is not Ellipsis for each in items)
+    if Ellipsis in items:
+        where = items.index(Ellipsis)
+        items[where : where + 1] = [slice(None)] * (x.num_dims - num_dims)
+    items += [slice(None)] * (x.num_dims - sum(each is not None for each in items))
+    return items, [position for position, each in enumerate(items) if each is not None][x.place.dim]
+
+
+@rule(Tensor.__setitem__)
+def _setitem(func: Any, args: Any, kwargs: Any) -> Any:
+    """Change a view of the shard."""
+    x, index, value = args
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not isinstance(x, ShardedSequence) or not _is_basic(items):
+        return GATHER
+    items, position = _item_of_tokens(x, items)
+    if type(items[position]) is int:
+        return GATHER
+    part = _getitem(Tensor.__getitem__, (x, index), {})
+    if part is GATHER:
+        return GATHER
+    if isinstance(value, Tensor):
+        while value.dim() > part.num_dims and value.shape[0] == 1:
+            value = value[0]
+        changed = in_place_rule(Tensor.copy_, (part, value), {})
+    else:
+        changed = in_place_rule(Tensor.fill_, (part, value), {})
+    if changed is GATHER:
+        return GATHER
+    return follow_shard(x)
+
+
+@rule(Tensor.gather, torch.gather)
+def _gather(func: Any, args: Any, kwargs: Any) -> Any:
+    """Read elements along another dim than that of the tokens."""
+    named = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+    x, index = named["input"], named["index"]
+    if not isinstance(x, ShardedSequence) or named.keys() - {"input", "dim", "index", "sparse_grad"}:
+        return GATHER
+    if positive(named["dim"], x.num_dims) == x.place.dim or (own := _like(index, x)) is None:
+        return GATHER
+    return wrap(torch.gather(x.local, named["dim"], own), x.place)
 
 
 def _select(x: ShardedSequence, items: list[Any], position: int, token: int) -> Any:
@@ -251,13 +318,15 @@ def _select(x: ShardedSequence, items: list[Any], position: int, token: int) -> 
 
 @rule(Tensor.select, torch.select)
 def _select_of(func: Any, args: Any, kwargs: Any) -> Any:
-    x, dim, index = list(args) + list(kwargs.values())
-    return x[tuple([slice(None)] * positive(dim, x.num_dims) + [index])]
+    named = dict(zip(("input", "dim", "index"), args, strict=False)) | kwargs
+    x, index = named["input"], named["index"]
+    return x[tuple([slice(None)] * positive(named["dim"], x.num_dims) + [index])]
 
 
 @rule(Tensor.narrow, torch.narrow)
 def _narrow(func: Any, args: Any, kwargs: Any) -> Any:
-    x, dim, start, length = list(args) + list(kwargs.values())
+    named = dict(zip(("input", "dim", "start", "length"), args, strict=False)) | kwargs
+    x, dim, start, length = (named[name] for name in ("input", "dim", "start", "length"))
     if isinstance(start, Tensor):
         return GATHER
     start = positive(start, x.shape[dim])

@@ -51,6 +51,62 @@ def _manual_attention(x: Tensor) -> Tensor:
     return (scores.softmax(dim=-1) @ v).transpose(1, 2).contiguous().view(x.shape)
 
 
+def _view_in_place(x: Tensor) -> Tensor:
+    y = x * 1
+    y[:, 1:].mul_(2)
+    y.transpose(1, 2).add_(1)
+    return y
+
+
+def _filled(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    y[..., ::2] = x[..., 1::2]
+    y[..., 1::2] = 2
+    y[:, 2:5, :2] = WEIGHT[:3, :2]
+    return y.zero_() + y
+
+
+def _changed(x: Tensor, index: Any, value: Any) -> Tensor:
+    y = x * 1
+    y[index] = value
+    return y
+
+
+def _changed_token(x: Tensor) -> Tensor:
+    y = x * 1
+    token = y[:, 3:4]
+    token += WEIGHT[0]
+    return y
+
+
+def _accumulated(x: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    y += x
+    with torch.no_grad():
+        scale = (y * 2).mean()
+    return y * scale
+
+
+def _dropped_in_place(x: Tensor) -> Tensor:
+    y = x * 1
+    F.dropout(y, 1.0, inplace=True)
+    return y + x
+
+
+def _rotary(x: Tensor) -> Tensor:
+    """Return the rotation by complex numbers and back, by the same table."""
+    table = torch.polar(torch.ones(11, 2, dtype=x.dtype), torch.arange(22, dtype=x.dtype).view(11, 2))
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.cat([torch.view_as_real(pairs * each).flatten(2) for each in (table, table.conj())], -1)
+
+
+def _query_of_one_head(x: Tensor) -> Tensor:
+    heads = x[:, None].repeat(1, 2, 1, 1)
+    return F.scaled_dot_product_attention(x[:, None], heads, heads) + F.scaled_dot_product_attention(
+        heads, heads[:1], heads[:1]
+    )
+
+
 # function, whether it may gather full sequences
 CASES: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
     "arithmetic": (lambda x: (1 - x) * x / (x * x + 2) - x**2, False),
@@ -81,6 +137,13 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
     "last_token": (lambda x: x[:, -1], False),
     "first_token": (lambda x: x.select(1, 0) + x[:, 3], False),
     "narrow": (lambda x: x.narrow(1, 2, 5).narrow(2, 0, 2), False),
+    "names_in_another_order": (
+        lambda x: (
+            x.narrow(length=2, start=1, dim=1)[0] + torch.movedim(x, destination=1, source=0).select(index=0, dim=1)[:2]
+        ),
+        False,
+    ),
+    "sum_of_no_dims": (lambda x: x.sum([]) + x.mean(dim=[]), False),
     "chunks": (lambda x: torch.cat([each * i for i, each in enumerate(x.chunk(2, -1))], -1), False),
     "unbind": (lambda x: torch.stack(x.unbind(-1), 1), False),
     "unbind_batch": (lambda x: torch.stack(list(x.unbind(0))), False),
@@ -145,6 +208,52 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
     ),
     "accuracy": (lambda x: (x.argmax(-1) == TARGET).double().mean() + x.mean(), False),
     "mean_item": (lambda x: x.sum() * float(x.mean()), False),
+    "variance_of_batch": (lambda x: x.var(0, True) + x.std(0, False, True) + x.var(0, unbiased=False), False),
+    "norms": (lambda x: torch.linalg.vector_norm(x, dim=-1) + torch.linalg.norm(x, 2, -1), False),
+    "named_input": (
+        lambda x: (
+            torch.unsqueeze(input=torch.softmax(input=x, dim=-1), dim=0) + torch.sum(input=x, dim=1, keepdim=True)
+        ),
+        False,
+    ),
+    "names_of_numpy": (
+        lambda x: torch.cat([x, x * 2], axis=2) + torch.stack([x, x], axis=3).sum(axis=0).flatten(1),
+        False,
+    ),
+    "sort_by_axis": (lambda x: torch.sort(x, axis=1)[0], True),
+    "flip_of_several_dims": (lambda x: x.flip(0, 1), True),
+    "diff": (lambda x: torch.diff(x, dim=-1, prepend=x[..., :1]), True),
+    "where_positions": (lambda x: x[torch.where(x > 0)].sum(), True),
+    "types_of_others": (lambda x: torch.ones(4).type_as(x) * x + torch.ones(3).to(x).sum() + x.to(WEIGHT), False),
+    "shapes_of_others": (
+        lambda x: WEIGHT[0].expand_as(x) + WEIGHT.flatten()[:22].view(11, 2).sum(-1).view(11, 1) * x,
+        False,
+    ),
+    "one_token": (lambda x: (x[0, 3:4][..., None] @ torch.ones(5, 1, 4, dtype=x.dtype)) + x[0, 3:4, None], True),
+    "view_in_place": (_view_in_place, False),
+    "filled": (_filled, False),
+    "filled_token": (lambda x: _changed(x, (slice(None), 0), x[:, 3]), True),
+    "filled_mask": (lambda x: _changed(x, x > 0, 0.5), True),
+    "filled_rows": (lambda x: _changed(x, (slice(None), MASK), WEIGHT[0]), True),
+    "changed_token": (_changed_token, True),
+    "cumsum_in_place": (lambda x: (x * 1).cumsum_(1), True),
+    "accumulated": (_accumulated, False),
+    "dropped_in_place": (_dropped_in_place, False),
+    "requires_grad": (lambda x: x.detach().requires_grad_().detach() + x, False),
+    "rotary": (_rotary, False),
+    "baddbmm": (lambda x: torch.baddbmm(POSITIONS[None, None, :, 0], x, x.mT, beta=0.5, alpha=2), False),
+    "sum_with_plain": (lambda x: x.mT @ POSITIONS, False),
+    "einsum_dots": (
+        lambda x: (
+            torch.einsum("...id,...jd->...ij", x, x) + torch.einsum("b...d,de", x, WEIGHT[:4]).transpose(0, 1)[..., :1]
+        ),
+        False,
+    ),
+    "einsum_diagonal": (lambda x: torch.einsum("tt->t", x[0] @ x[1].t()), True),
+    "gather": (lambda x: x.log_softmax(-1).gather(-1, TARGET[..., None]), False),
+    "weighted_mse": (lambda x: F.mse_loss(x, torch.zeros_like(x), weight=CLASS_WEIGHT.expand(2, 11, 4)), True),
+    "query_of_one_head": (_query_of_one_head, False),
+    "frequencies": (lambda x: F.embedding(x.argmax(-1), WEIGHT * x.sum(), scale_grad_by_freq=True), True),
 }
 
 
@@ -189,6 +298,49 @@ def test_functions_of_shards_are_those_of_full_tensors(attention: str) -> None:
     assert not wrong
     gathering = {name: each[2] for name, each in results.items() if bool(each[2]) != CASES[name][1]}
     assert not gathering
+
+
+CASES_OF_FEW_TOKENS: dict[str, Callable[[Tensor], Any]] = {
+    "reflected": lambda x: F.pad(x, (1, 1), mode="reflect"),
+    "learned_bias": lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=x.sum(-1)[:, None]),
+    "query_of_one_head": _query_of_one_head,
+}
+
+
+def _compare_few_tokens(name: str) -> None:
+    function, context = CASES_OF_FEW_TOKENS[name], Context(dist.group.WORLD, "ring")
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(2, 3, 4)
+    reference, mine = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, actual = function(reference), full_sequences(function(context.shard(mine * 1.0, 1)))
+    expected.sin().sum().backward()
+    actual.sin().sum().backward()
+    dist.all_reduce(mine.grad)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(mine.grad / dist.get_world_size(), reference.grad)
+
+
+@pytest.mark.parametrize("name", CASES_OF_FEW_TOKENS)
+def test_functions_where_ranks_have_no_tokens(name: str) -> None:
+    """All ranks make the same calls, in the backward, too."""
+    run_on_ranks(4, _compare_few_tokens, name=name)
+
+
+def _compare_half(dtype: torch.dtype) -> None:
+    x = (torch.arange(2 * 4000 * 4) % 41).to(dtype).reshape(2, 4000, 4)  # sums do not fit into float16
+    target = torch.arange(8000).reshape(2, 4000) % 4
+    sequence = Context(dist.group.WORLD, "ring").shard(x, 1)
+
+    def means(x: Tensor) -> list[Tensor]:
+        return [x.mean(), x.mean(1), F.mse_loss(x, x * 0.5), F.cross_entropy(x.flatten(0, 1), target.flatten())]
+
+    for actual, expected in zip(means(sequence), means(x.float()), strict=True):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.float(), expected, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_means_of_half_precision(dtype: torch.dtype) -> None:
+    run_on_ranks(2, _compare_half, dtype=dtype)
 
 
 @pytest.mark.parametrize("offsets", [None, [0, 3], [2, 5, 6, 9]], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections import Counter
@@ -21,7 +22,7 @@ from support.models import Gpt2, Llama, LlamaArgs
 from support.parity import assert_same_training
 from support.ranks import on_ranks
 from weft import flight
-from weft.strategy.context import full_sequences, parallelize_context
+from weft.strategy.context import ShardedSequence, full_sequences, parallelize_context
 from weft.strategy.context.entry import Context
 from weft.strategy.modules.activation_checkpointing import checkpoint_activations
 
@@ -197,6 +198,32 @@ def test_models_with_dropout_keep_equal_random_states(rank: int, world_size: int
     assert all(torch.equal(each, states) for each in gathered)
 
 
+class _Embeddings(nn.Module):
+    """Calls an embedding by a keyword, and adds a table whose values a training loop replaces through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, 4, dtype=torch.float64)
+        self.table = nn.Parameter(torch.ones(5, 4, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.tokens(input=ids) + self.table
+
+
+@on_ranks(2)
+def test_tables_that_change_without_a_version() -> None:
+    model = _Embeddings()
+    reference = copy.deepcopy(model)
+    parallelize_context(model, dist.group.WORLD)
+    ids = torch.arange(10).reshape(2, 5) % 8
+    for _ in range(3):
+        for each in (model, reference):
+            each.table.data.mul_(2)
+        result = model(ids)
+        assert isinstance(result, ShardedSequence)
+        torch.testing.assert_close(full_sequences(result), reference(ids))
+
+
 class _Saved:
     """The bytes of the tensors that a forward saves for the backward, without parameters."""
 
@@ -265,8 +292,8 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"got a Linear without an nn.Embedding"):
         parallelize_context(nn.Linear(2, 2), group)
     x = Context(group, "ring").shard(torch.ones(2, 5), 1)
-    with pytest.raises(ValueError, match="cumsum_ would change a sequence that is sharded"):
-        x.cumsum_(1)
+    with pytest.raises(ValueError, match="unsqueeze_ would change a sequence that is sharded"):
+        x.unsqueeze_(0)
     embedded = Context(group, "ring").shard(torch.ones(2, 5, requires_grad=True) * 1, 1)
     for function in (_Double.apply, _Gather.apply, functools.partial(checkpoint, torch.sin, use_reentrant=True)):
         with pytest.raises(ValueError, match=r"went through a torch.autograd.Function"):
