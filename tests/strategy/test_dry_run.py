@@ -123,6 +123,17 @@ def test_many_token_ids_have_no_values() -> None:
     assert found.phases["forward"]["saved_activations"] >= 8 * (1 << 18)
 
 
+def one_long_row() -> Tensor:
+    return many_ids()[None]
+
+
+def test_many_token_ids_are_sharded() -> None:
+    """So many ids have no values."""
+    options = {"batch": one_long_row, "num_steps": 1}
+    one, half = (estimate_module(Embeds, layout, **options).phases["forward"] for layout in ("tp1", "cp2"))
+    assert half["scratch"] <= 0.51 * one["scratch"]  # the embeddings
+
+
 @pytest.mark.parametrize(
     ("module", "batch", "message"),
     [

@@ -36,7 +36,7 @@ class Context:
     def shard_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Shard the ids `[..., tokens]` that an embedding gets, or positions `[tokens]` of that sequence."""
         ids = args[0] if args else kwargs.get("input")
-        if type(ids) is not Tensor or ids.dim() == 0 or ids.shape[-1] < 2:
+        if not isinstance(ids, Tensor) or type(ids) is ShardedSequence or ids.dim() == 0 or ids.shape[-1] < 2:
             return None
         if ids.dim() == 1 and ids.shape[0] != self._length:
             return None
