@@ -6,7 +6,7 @@ and reductions.cpp; those of messages are in ring.cpp and messages.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _PAGE = 4096
 _LIMIT_BYTES = 16 << 20  # of a group, the default of `BackendOptions`
@@ -86,14 +86,15 @@ class GroupStaging:
                 self._touch(last, peer * slot, min(slot, segment_bytes - first))
         self._end(last)
 
-    def all_to_all(self, slot_bytes: int) -> None:
-        """An exchange of `slot_bytes` with each other rank."""
+    def all_to_all(self, sizes: Sequence[int], rank: int) -> None:
+        """An exchange by `rank`, which sends sizes[r] bytes to rank r; those for itself are not staged."""
         slot = self._buffer_bytes // 2 // self._num_ranks // 64 * 64
         last = 0
-        for chunk, first in self._chunks(slot_bytes, slot):
+        for chunk, first in self._chunks(max(sizes), slot):
             last = self._half(chunk, 2)
-            for peer in range(self._num_ranks):
-                self._touch(last, peer * slot, min(slot, slot_bytes - first))
+            for peer, num_bytes in enumerate(sizes):
+                if peer != rank:
+                    self._touch(last, peer * slot, min(slot, num_bytes - first))
         self._end(last)
 
     @staticmethod
