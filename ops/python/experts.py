@@ -103,7 +103,8 @@ def moe_combine(
     `received` and, if weights require a gradient, the returned rows `[n * k, h]`.
 
     Raises:
-        ValueError: the shapes do not match, or `order`, `sent` and `received` do not fit together.
+        ValueError: the shapes do not match, or `order`, `sent` and `received` do not fit together; the values of
+            `order` are checked on the CPU only.
         TypeError: rows and weights are no floating-point tensors of these dtypes, or the others are not int64.
 
     Lepikhin et al., "GShard" (2020).
