@@ -9,6 +9,8 @@ Shapes, counts and sizes are expressions of
     f, o    rows of weight or w1 on this rank; rows of w2
     v       size of this rank's shard of the vocabulary
 
+A mixture of experts has 2 experts on each rank and 2 for each token, all of which are chosen equally often.
+
 In an expression, the name of a tensor (x, w1, weight, ...; y: the first result) is its number of elements. A message
 token is an empty tensor that represents a message between stages.
 """
@@ -52,6 +54,7 @@ class Operator:
 
 MESSAGE_SIDES = ("pipeline_send", "pipeline_recv")  # each has two forms: a message with gradients, one without
 INTEGERS = ("input", "target", "seed")
+ROUTES = ("counts", "expert_ids", "order", "sent", "received")  # integers of a mixture of experts
 GATHER, SCATTER = {"all_gather_into_tensor": "1"}, {"reduce_scatter_tensor": "1"}
 ALL_REDUCE, ALL_TO_ALL = {"all_reduce": "1"}, {"all_to_all_single": "1"}
 
@@ -321,6 +324,51 @@ OPERATORS = (
                 saved=Size("4*query + 6*T"),
                 forward_peak=Size("11*query + 6*T"),
                 backward_peak=Size("11*query - 6*T"),
+            ),
+        ),
+    ),
+    Operator(
+        "grouped_linear",
+        "x weightᵀ + bias with the weight of the expert of each row of x; rows are sorted by expert",
+        (
+            Form(
+                {"x": "T, d", "weight": "2, f, d", "counts": "2"},
+                "T, f",
+                keeps=("x", "weight", "counts"),
+                backward_peak=Size("x + weight"),
+            ),
+        ),
+    ),
+    Operator(
+        "moe_dispatch",
+        "each token of x, sent to the experts that are chosen for it; and the rows of each of this rank's experts, the "
+        "order of the sent rows, and the numbers of rows to and from each rank",
+        (
+            Form(
+                {"x": "T, d", "expert_ids": "T, 2"},
+                "2*T, d; 2; 2*T; n; n, 2",
+                computed={"num_experts": "2*n"},
+                forward={"all_to_all_single": "2"},
+                backward=ALL_TO_ALL,
+                saved=Size("0", "16*T + 24*n"),
+                forward_peak=Size("2*y", "32*T + 24*n + 16"),
+                backward_peak=Size("2*y", "24*T"),
+            ),
+        ),
+    ),
+    Operator(
+        "moe_combine",
+        "for each token, the sum of the results of its experts, times weights; the rows return to the token's rank",
+        (
+            Form(
+                {"rows": "2*T, d", "weights": "T, 2", "order": "2*T", "sent": "n", "received": "n, 2"},
+                "T, d",
+                forward=ALL_TO_ALL,
+                backward=ALL_TO_ALL,
+                keeps=("weights", "order", "sent", "received"),
+                saved=Size("2*y"),
+                forward_peak=Size("4*y", "24*T"),
+                backward_peak=Size("4*y", "16*T"),
             ),
         ),
     ),

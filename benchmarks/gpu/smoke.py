@@ -52,7 +52,7 @@ def leaves_of(values: tuple[object, ...]) -> list[Tensor]:
 def run_operator(call: Call, args: tuple[object, ...]) -> list[Tensor]:
     """Return the results, and the arguments' gradients from results' gradients that are exact in every dtype."""
     y = call.op(*args, **call.kwargs)
-    results = [y] if isinstance(y, Tensor) else list(y)
+    results = [each for each in ([y] if isinstance(y, Tensor) else y) if each.is_floating_point()]
     grads = [(torch.arange(each.numel()) % 5 - 2).reshape(each.shape).to(each) for each in results]
     gradients = torch.autograd.grad(results, leaves_of(args), grads, allow_unused=True)
     return [*(each.detach() for each in results), *(each for each in gradients if each is not None)]

@@ -13,8 +13,8 @@ Under torch.autocast, operators with matrix products cast their tensors as nn.Li
 ValueError, TypeError or IndexError before any communication. Only `dropout`, `reduce_from_group` and `join` support
 second derivatives. "Saves" lists the tensors, besides weights, that the forward saves for the backward.
 
-Attention over a sharded sequence is in weft.context_parallel. The optimizer steps and the conversions of their formats
-have other rules: see weft.optimizer_steps.
+Attention over a sharded sequence is in weft.context_parallel, and a mixture of experts in weft.experts. The optimizer
+steps and the conversions of their formats have other rules: see weft.optimizer_steps.
 """
 
 from __future__ import annotations
@@ -24,16 +24,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from weft import context_parallel, optimizer_steps
+from weft import context_parallel, experts, optimizer_steps
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Order = context_parallel.Order
+DispatchedRows = experts.DispatchedRows
 Reduction = Literal["none", "mean", "sum"]
 
 ring_attention = context_parallel.ring_attention
 ulysses_attention = context_parallel.ulysses_attention
 shard_sequence = context_parallel.shard_sequence
 unshard_sequence = context_parallel.unshard_sequence
+grouped_linear = experts.grouped_linear
+moe_dispatch = experts.moe_dispatch
+moe_combine = experts.moe_combine
+route = experts.route
+load_balancing_loss = experts.load_balancing_loss
+router_z_loss = experts.router_z_loss
 adam_step_ = optimizer_steps.adam_step_
 momentum_step_ = optimizer_steps.momentum_step_
 split_float = optimizer_steps.split_float

@@ -1,7 +1,7 @@
 // Under torch.autocast, the operators with matrix products cast their tensors to the autocast
 // dtype, as nn.Linear does, and add_rms_norm and add_layer_norm promote x and residual to a common
 // dtype. Other operators do not cast: the other norms, the embedding, the cross-entropy of given
-// logits, dropout, and the group and pipeline operators.
+// logits, dropout, and the group, expert and pipeline operators.
 
 #include "dispatch.h"
 
@@ -89,7 +89,8 @@ void register_all(torch::Library& m) {
                                              dispatch::sharded_linear,
                                              dispatch::vocab_parallel_linear_cross_entropy,
                                              dispatch::ring_attention,
-                                             dispatch::ulysses_attention);
+                                             dispatch::ulysses_attention,
+                                             dispatch::grouped_linear);
   register_kernels<InPromotedDtype, kDevice>(m, dispatch::add_rms_norm, dispatch::add_layer_norm);
 }
 

@@ -410,6 +410,64 @@ inline constexpr Operator<"weft::_check_document_offsets",
                               const Tensor& document_offsets, SymInt sequence_size, string_view op)>
     check_document_offsets;
 
+inline constexpr Operator<
+    "weft::grouped_linear",
+    Tensor(const Tensor& x, const Tensor& weight, const Tensor& counts, const OptionalTensor& bias)>
+    grouped_linear;
+inline constexpr Operator<"weft::_grouped_weight_grad",
+                          Tensor(const Tensor& grad_y, const Tensor& x, const Tensor& counts)>
+    grouped_weight_grad;
+inline constexpr Operator<"weft::_grouped_bias_grad",
+                          Tensor(const Tensor& grad_y, const Tensor& counts)>
+    grouped_bias_grad;
+
+inline constexpr Operator<
+    "weft::moe_dispatch",
+    tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+        const Tensor& x, const Tensor& expert_ids, int64_t num_experts, string_view group_name)>
+    moe_dispatch;
+inline constexpr Operator<
+    "weft::_moe_dispatch",
+    tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+        const Tensor& x, const Tensor& expert_ids, int64_t num_experts, string_view group_name)>
+    moe_dispatch_saving;
+inline constexpr Operator<"weft::_moe_dispatch_backward",
+                          Tensor(const Tensor& grad_rows,
+                                 const Tensor& order,
+                                 const Tensor& sent,
+                                 const Tensor& received,
+                                 SymInt num_tokens,
+                                 string_view group_name)>
+    moe_dispatch_backward;
+inline constexpr Operator<"weft::moe_combine",
+                          Tensor(const Tensor& rows,
+                                 const Tensor& weights,
+                                 const Tensor& order,
+                                 const Tensor& sent,
+                                 const Tensor& received,
+                                 string_view group_name)>
+    moe_combine;
+inline constexpr Operator<"weft::_moe_combine",
+                          tuple<Tensor, Tensor>(const Tensor& rows,
+                                                const Tensor& weights,
+                                                const Tensor& order,
+                                                const Tensor& sent,
+                                                const Tensor& received,
+                                                string_view group_name)>
+    moe_combine_saving;
+inline constexpr Operator<"weft::_moe_combine_backward",
+                          tuple<Tensor, Tensor>(const Tensor& grad_y,
+                                                const Tensor& weights,
+                                                const Tensor& returned,
+                                                const Tensor& order,
+                                                const Tensor& sent,
+                                                const Tensor& received,
+                                                SymInt num_rows,
+                                                string_view group_name,
+                                                bool wants_rows,
+                                                bool wants_weights)>
+    moe_combine_backward;
+
 inline constexpr Operator<"weft::adam_step_",
                           void(const Tensor& parameter,
                                const Tensor& grad,

@@ -157,11 +157,13 @@ void all_reduce_(std::string_view op, const at::Tensor& tensor, const ProcessGro
 
 namespace {
 
-thread_local bool is_dry_run = false;
+thread_local bool runs_dry = false;
 
 }  // namespace
 
-bool set_dry_run(bool is_on) { return std::exchange(is_dry_run, is_on); }
+bool set_dry_run(bool is_on) { return std::exchange(runs_dry, is_on); }
+
+bool is_dry_run() { return runs_dry; }
 
 CoalescedBatch::CoalescedBatch(c10::intrusive_ptr<c10d::Backend> backend)
     : backend_(std::move(backend)) {
@@ -185,7 +187,7 @@ c10::intrusive_ptr<c10d::Work> CoalescedBatch::end() {
 }
 
 bool is_traced(const at::Tensor& tensor) {
-  if (is_dry_run) {
+  if (is_dry_run()) {
     return false;
   }
   const auto keys = tensor.key_set();

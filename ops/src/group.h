@@ -100,6 +100,10 @@ std::pair<at::Tensor, PendingCollective> start_all_reduce_from_writer(
     bool overlaps,
     const std::function<void(at::Tensor&)>& write);
 
+// Whether this thread computes a dry run, in which most tensors have no values: see
+// <weft/ops/dry_run.h>.
+bool is_dry_run();
+
 // Returns whether `tensor` is being traced (compile, export, fake or meta tensors, a dispatch
 // mode). Communication must then use a registered operator, in program order, or the trace would
 // lack it.

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -360,6 +361,34 @@ at::Tensor all_to_all(std::string_view op,
     begin += numel;
   }
   return at::cat(shards, cat_idx).movedim(0, split_dim).contiguous();
+}
+
+at::Tensor exchange_rows(std::string_view op,
+                         at::Tensor rows,
+                         const std::vector<std::int64_t>& sent,
+                         const std::vector<std::int64_t>& received,
+                         const ProcessGroupPtr& group) {
+  if (!group) {
+    return rows;
+  }
+  const auto num_features = rows.size(1);
+  const auto num_received = std::accumulate(received.begin(), received.end(), std::int64_t{0});
+  // Zeros in place of a message that a backend does not deliver, as torch's fake one.
+  auto result = rows.is_floating_point() ? at::empty({num_received, num_features}, rows.options())
+                                         : at::zeros({num_received, num_features}, rows.options());
+  if (num_features == 0) {
+    return result;
+  }
+  std::vector<std::int64_t> result_sizes, input_sizes;
+  for (const auto num_rows : received) {
+    result_sizes.push_back(num_rows * num_features);
+  }
+  for (const auto num_rows : sent) {
+    input_sizes.push_back(num_rows * num_features);
+  }
+  const auto input = rows.contiguous().view({-1});
+  exchange_into(op, group, result.view({-1}), input, result_sizes, input_sizes).wait();
+  return result;
 }
 
 }  // namespace weft::ops

@@ -9,6 +9,7 @@
 #include "shard_shape.h"
 
 #include <optional>
+#include <vector>
 
 namespace weft::ops {
 
@@ -135,5 +136,14 @@ at::Tensor all_to_all(std::string_view op,
                       std::int64_t cat_dim,
                       std::int64_t cat_size,
                       const ProcessGroupPtr& group);
+
+// Sends `sent[r]` of the rows [rows, features] to rank r, in order; returns the `received[r]` rows
+// of each rank r, in order. All ranks call it, also those without rows, unless there are no
+// features. A null group returns `rows`.
+at::Tensor exchange_rows(std::string_view op,
+                         at::Tensor rows,
+                         const std::vector<std::int64_t>& sent,
+                         const std::vector<std::int64_t>& received,
+                         const ProcessGroupPtr& group);
 
 }  // namespace weft::ops

@@ -241,6 +241,31 @@ at::Tensor ulysses_attention(const at::Tensor& query,
                                      options.document_offsets);
 }
 
+at::Tensor grouped_linear(const at::Tensor& x,
+                          const at::Tensor& weight,
+                          const at::Tensor& counts,
+                          const std::optional<at::Tensor>& bias) {
+  return dispatch::grouped_linear(x, weight, counts, bias);
+}
+
+DispatchedRows moe_dispatch(const at::Tensor& x,
+                            const at::Tensor& expert_ids,
+                            std::int64_t num_experts,
+                            std::string_view group_name) {
+  auto [rows, counts, order, sent, received] =
+      dispatch::moe_dispatch(x, expert_ids, num_experts, group_name);
+  return {rows, counts, order, sent, received};
+}
+
+at::Tensor moe_combine(const at::Tensor& rows,
+                       const at::Tensor& weights,
+                       const at::Tensor& order,
+                       const at::Tensor& sent,
+                       const at::Tensor& received,
+                       std::string_view group_name) {
+  return dispatch::moe_combine(rows, weights, order, sent, received, group_name);
+}
+
 std::string_view built_for_torch() { return WEFT_TORCH_VERSION; }
 
 }  // namespace weft::ops

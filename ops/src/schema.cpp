@@ -88,6 +88,14 @@ TORCH_LIBRARY(weft, m) {
          "ulysses_attention(Tensor query, Tensor key, Tensor value, *, str group_name, "
          "bool is_causal=False, float? scale=None, SymInt? sequence_size=None, int? window=None, "
          "Tensor? document_offsets=None) -> Tensor");
+  define(m, "grouped_linear(Tensor x, Tensor weight, Tensor counts, Tensor? bias=None) -> Tensor");
+  // moe_combine takes the last three results of moe_dispatch: see ExpertRoutes in expert_rows.h.
+  define(m,
+         "moe_dispatch(Tensor x, Tensor expert_ids, *, int num_experts, str group_name) -> "
+         "(Tensor rows, Tensor counts, Tensor order, Tensor sent, Tensor received)");
+  define(m,
+         "moe_combine(Tensor rows, Tensor weights, Tensor order, Tensor sent, Tensor received, *, "
+         "str group_name) -> Tensor");
 
   define(m,
          "adam_step_(Tensor(a!) parameter, Tensor grad, Tensor(b!) exp_avg, "
@@ -146,6 +154,24 @@ TORCH_LIBRARY(weft, m) {
          "Tensor out, Tensor lse, str group_name, bool is_causal, float? scale, "
          "SymInt? sequence_size, str order, int? window, "
          "Tensor? document_offsets) -> (Tensor, Tensor, Tensor)");
+  define(m, "_grouped_weight_grad(Tensor grad_y, Tensor x, Tensor counts) -> Tensor");
+  define(m, "_grouped_bias_grad(Tensor grad_y, Tensor counts) -> Tensor");
+  define(m,
+         "_moe_dispatch(Tensor x, Tensor expert_ids, int num_experts, str group_name) -> "
+         "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+  define(m,
+         "_moe_dispatch_backward(Tensor grad_rows, Tensor order, Tensor sent, Tensor received, "
+         "SymInt num_tokens, str group_name) -> Tensor");
+  // (y, the rows that have returned to this rank, in the order `order`); the second is [0] in a
+  // group of one, where they are `rows`.
+  define(m,
+         "_moe_combine(Tensor rows, Tensor weights, Tensor order, Tensor sent, Tensor received, "
+         "str group_name) -> (Tensor, Tensor)");
+  // (grad_rows, grad_weights); [0] if not wanted.
+  define(m,
+         "_moe_combine_backward(Tensor grad_y, Tensor weights, Tensor returned, Tensor order, "
+         "Tensor sent, Tensor received, SymInt num_rows, str group_name, bool wants_rows, "
+         "bool wants_weights) -> (Tensor, Tensor)");
   // (losses, normalizers): see TokenLosses in cross_entropy_math.h.
   define(m,
          "_vocab_cross_entropy(Tensor logits, Tensor target, int vocab_start, str group_name, "

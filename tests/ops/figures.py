@@ -58,14 +58,17 @@ def measure(call: Callable[..., Tensor | tuple[Tensor, ...]], make: Callable[[],
         results = call(**arguments)
         return results if isinstance(results, tuple) else (results,)
 
+    def backward_of(results: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
+        torch.autograd.backward([result for result in results if result.requires_grad], grads)
+
     arguments = make()
     results = run(arguments)
-    grads = tuple(map(torch.ones_like, results))
-    torch.autograd.backward(results, grads)  # warm up: the collectives allocate their shared memory
+    grads = tuple(torch.ones_like(result) for result in results if result.requires_grad)
+    backward_of(results, grads)  # warm up: the collectives allocate their shared memory
 
     retained: list[tuple[Tensor, ...]] = []
     forward = _collectives(lambda: retained.append(run(arguments)))
-    backward = _collectives(lambda: torch.autograd.backward(retained[0], grads))
+    backward = _collectives(lambda: backward_of(retained[0], grads))
     retained.clear()
 
     saved: list[Tensor] = []
@@ -88,7 +91,7 @@ def measure(call: Callable[..., Tensor | tuple[Tensor, ...]], make: Callable[[],
         forward_peak = _peak_without_communication(count)
         before = count.now() - count.now("communication")
         weft.memory.reset_peak()
-        torch.autograd.backward(results, grads)
+        backward_of(results, grads)
         backward_peak = _peak_without_communication(count) - before
     shapes = tuple(result.detach() for result in results)
     return Figures(shapes, forward, backward, keeps, sum(new_storages.values()), forward_peak, backward_peak)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.nn.shard import group_size_and_rank
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -34,6 +36,10 @@ def _random(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
 
+# Operators whose host waits for the device, to read counts of rows.
+READS_COUNTS = ("grouped_linear", "moe_dispatch", "moe_combine")
+# Operators with results whose shapes depend on values in a group of several ranks: they raise for tensors on meta.
+DYNAMIC_SHAPES = ("moe_dispatch",)
 NEEDS_NCCL = ("ring_attention",)  # operators that raise NotImplementedError for CUDA tensors over gloo
 
 
@@ -46,6 +52,10 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
     x, w1, w2, w3 = random(2, 3, 5), random(6, 5), random(4, 6), random(6, 5)
     b1, b2, b3 = random(6), random(4), random(6)
     group: dict[str, object] = {"group_name": group_name}
+    # The routes of 6 pairs, which stay on this rank.
+    num_ranks = group_size_and_rank(group_name)[0]
+    sent, received = torch.zeros(num_ranks, dtype=torch.int64), torch.zeros(num_ranks, 3, dtype=torch.int64)
+    sent[0], received[0] = 6, torch.tensor([2, 0, 4])
     calls = [
         Call("column_row_mlp", (x, w1, w2, w3, b1, b2, b3), {"activation": "silu", **group}),
         Call("column_row_mlp", (x, w1, w2, w3), {"activation": "gelu", "recompute": True, **group}),
@@ -109,6 +119,10 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
             (random(1, 2, 6, 3), random(1, 1, 6, 3), random(1, 1, 6, 3)),
             {"is_causal": True, "window": 2, "document_offsets": torch.tensor([0, 4]), **group},
         ),
+        Call("grouped_linear", (random(6, 5), random(3, 4, 5), torch.tensor([2, 0, 4]), random(3, 4))),
+        Call("grouped_linear", (random(6, 5), random(3, 4, 5), torch.tensor([2, 0, 4]))),
+        Call("moe_dispatch", (random(3, 5), torch.tensor([[2, 0], [2, 2], [0, 3]])), {"num_experts": 4, **group}),
+        Call("moe_combine", (random(6, 5), random(3, 2), torch.tensor([1, 4, 0, 2, 3, 5]), sent, received), group),
     ]
     return calls
 

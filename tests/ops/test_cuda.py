@@ -30,9 +30,9 @@ def _moved(call: Call, device: str, dtype: torch.dtype) -> Call:
 
 
 def _run(call: Call) -> list[Tensor]:
-    """Return results and gradients; the results' gradients are small integers, exact in every dtype."""
+    """Return results with gradients, and gradients; the results' gradients are small integers, exact in every dtype."""
     y = call.op(*call.args, **call.kwargs)
-    results = [y] if isinstance(y, Tensor) else list(y)
+    results = [result for result in ([y] if isinstance(y, Tensor) else y) if result.requires_grad]
     leaves = [arg for arg in call.args if isinstance(arg, Tensor) and arg.requires_grad]
     grads = [(torch.arange(result.numel()) % 5 - 2).reshape(result.shape).to(result) for result in results]
     return [*(result.detach() for result in results), *torch.autograd.grad(results, leaves, grads)]

@@ -33,6 +33,7 @@ from ops import (
     test_gate_up,
     test_gradient_order,
     test_heads,
+    test_moe,
     test_norms,
     test_overlap,
     test_pipeline,
@@ -85,6 +86,10 @@ test_sharded_norms = on_device("cuda", test_norms.test_values_and_gradients)
 test_sharded_dropout = on_device("cuda", test_dropout.test_shards_match_unsharded)
 
 test_attention_by_heads = on_device("cuda", test_ulysses_attention.test_matches_unsharded_attention)
+test_rows_of_experts = on_device("cuda", test_moe.test_rows_are_sorted_by_expert_rank_and_pair)
+test_combine_inverts_dispatch = on_device("cuda", test_moe.test_combine_inverts_dispatch)
+test_mixture_of_experts = on_device("cuda", test_moe.test_layer_matches_a_loop_over_tokens_and_experts)
+test_half_precision_of_experts = on_device("cuda", test_moe.test_half_precision_is_summed_in_float32)
 test_sharded_and_replicated_kv_heads = on_device(
     "cuda", test_attention.test_sharded_and_replicated_kv_heads_match_reference
 )
@@ -134,6 +139,7 @@ test_compile_norms = on_device("cuda", test_norms.test_compile_export_script_and
 test_compile_dropout = on_device("cuda", test_dropout.test_module_compile_export_script_checkpoint)
 test_compile_attention = on_device("cuda", test_attention.test_compiled_and_exported_blocks_match_eager)
 test_compile_attention_by_heads = on_device("cuda", test_ulysses_attention.test_compile_export_script_and_autocast)
+test_compile_experts = on_device("cuda", test_moe.test_compile_export_and_script)
 test_script_of_attention = on_device("cuda", test_attention.test_scripted_block_loads_and_rebinds)
 test_script_of_shared_heads = on_device("cuda", test_attention.test_scripted_block_loads_and_rebinds, num_ranks=4)
 test_autocast_of_attention = on_device("cuda", test_attention.test_autocast_computes_in_bfloat16)
@@ -149,6 +155,7 @@ test_errors_of_norms = on_device("cuda", test_norms.test_errors_leave_group_usab
 test_errors_of_dropout = on_device("cuda", test_dropout.test_invalid_arguments_raise)
 test_invalid_head_counts_raise = on_device("cuda", test_attention.test_invalid_head_counts_raise, num_ranks=4)
 test_errors_of_attention_by_heads = on_device("cuda", test_ulysses_attention.test_errors_leave_group_usable)
+test_errors_of_experts = on_device("cuda", test_moe.test_invalid_ids_raise_on_all_ranks)
 test_errors_of_messages = on_device("cuda", test_pipeline.test_invalid_arguments_raise)
 
 # Ranks that share key/value heads.

@@ -68,11 +68,26 @@ def _shape(text: str, symbols: dict[str, int]) -> list[int]:
     return [_value(each, symbols) for each in text.split(",") if each]
 
 
+def _routes(symbols: dict[str, int]) -> dict[str, Tensor]:
+    """Return the integers of a mixture of experts, in which all experts are chosen equally often."""
+    tokens, ranks = symbols["T"], symbols["n"]
+    ids = torch.arange(2 * tokens) % (2 * ranks)
+    return {
+        "counts": torch.full((2,), tokens // 2),
+        "expert_ids": ids.view(tokens, 2),
+        "order": ids.argsort(stable=True),
+        "sent": torch.full((ranks,), 2 * tokens // ranks),
+        "received": torch.full((ranks, 2), tokens // ranks),
+    }
+
+
 def _make(operator: str, form: object, symbols: dict[str, int]) -> dict[str, object]:
     tensors: dict[str, Tensor] = {}
     for name, shape in form.tensors.items():
         if name in TABLE.INTEGERS:
             tensors[name] = torch.randint(0, symbols["n"] * symbols["v"], _shape(shape, symbols))
+        elif name in TABLE.ROUTES:
+            tensors[name] = _routes(symbols)[name]
         else:
             tensors[name] = torch.randn(_shape(shape, symbols), requires_grad=True)
     computed = {name: _value(expression, symbols) for name, expression in form.computed.items()}

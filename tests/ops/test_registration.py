@@ -71,6 +71,19 @@ PRIVATE: dict[str, tuple[object, ...]] = {
     "_ring_attention_backward": (
         *torch.randn(5, 2, 3, 4, 5), torch.randn(2, 3, 4), "", False, 0.5, 4, "contiguous", None, torch.tensor([1]),
     ),
+    "_grouped_weight_grad": (torch.randn(4, 3), torch.randn(4, 5), torch.tensor([1, 0, 3])),
+    "_grouped_bias_grad": (torch.randn(4, 3), torch.tensor([1, 0, 3])),
+    "_moe_dispatch": (torch.randn(3, 5), torch.tensor([[2, 0], [2, 2], [0, 3]]), 4, ""),
+    "_moe_dispatch_backward": (
+        torch.randn(4, 5), torch.tensor([1, 3, 0, 2]), torch.tensor([4]), torch.tensor([[1, 3]]), 2, "",
+    ),
+    "_moe_combine": (
+        torch.randn(4, 5), torch.randn(2, 2), torch.tensor([1, 3, 0, 2]), torch.tensor([4]), torch.tensor([[1, 3]]), "",
+    ),
+    "_moe_combine_backward": (
+        torch.randn(2, 5), torch.randn(2, 2), torch.randn(4, 5), torch.tensor([1, 3, 0, 2]), torch.tensor([4]),
+        torch.tensor([[1, 3]]), 4, "", True, True,
+    ),
     "_dropout_of_shard": (torch.randn(3, 5), 7, 0.5, 5, 3, 3, 9),
     "_norm": (torch.randn(3, 5), torch.randn(3, 5), torch.randn(5), None, True, 1e-5),
     "_norm_backward": (
@@ -133,6 +146,10 @@ float? scale=None, SymInt? sequence_size=None, str order="head_tail", int? windo
 Tensor? document_offsets=None) -> Tensor
 weft::ulysses_attention(Tensor query, Tensor key, Tensor value, *, str group_name, bool is_causal=False, \
 float? scale=None, SymInt? sequence_size=None, int? window=None, Tensor? document_offsets=None) -> Tensor
+weft::grouped_linear(Tensor x, Tensor weight, Tensor counts, Tensor? bias=None) -> Tensor
+weft::moe_dispatch(Tensor x, Tensor expert_ids, *, int num_experts, str group_name) -> (Tensor rows, Tensor counts, \
+Tensor order, Tensor sent, Tensor received)
+weft::moe_combine(Tensor rows, Tensor weights, Tensor order, Tensor sent, Tensor received, *, str group_name) -> Tensor
 weft::adam_step_(Tensor(a!) parameter, Tensor grad, Tensor(b!) exp_avg, Tensor(c!)? exp_avg_scale, \
 Tensor(d!) exp_avg_sq, Tensor(e!)? exp_avg_sq_scale, Tensor(f!)? low_bits, *, int step, float lr, float beta1, \
 float beta2, float eps, float weight_decay, bool decoupled_weight_decay, bool maximize, int seed, int row, \

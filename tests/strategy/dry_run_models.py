@@ -138,6 +138,44 @@ def masked_ring() -> RingModel:
     return RingModel(window=200, documents=[0, 300, 700])
 
 
+class MoeBlock(nn.Module):
+    """A mixture of two experts on each rank of the default group, all of which are chosen equally often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 96, 64))
+        self.down = nn.Parameter(torch.randn(2, 64, 96))
+
+    def forward(self, x: Tensor) -> Tensor:
+        num_experts = 2 * dist.get_world_size()
+        scores = (x @ x.t()).sum(1, keepdim=True).sigmoid()
+        expert_ids = torch.arange(2 * len(x), device=x.device).view(-1, 2) % num_experts
+        group = dist.group.WORLD.group_name
+        rows, counts, *routes = weft.ops.moe_dispatch(x, expert_ids, num_experts=num_experts, group_name=group)
+        rows = weft.ops.grouped_linear(weft.ops.grouped_linear(rows, self.up, counts).relu(), self.down, counts)
+        return weft.ops.moe_combine(rows, scores.expand(-1, 2), *routes, group_name=group)
+
+
+class MoeModel(nn.Module):
+    """Blocks with a mixture of experts, with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(MoeBlock() for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def many_rows() -> Tensor:
+    return torch.zeros(512, 64)
+
+
 def long_sequence() -> Tensor:
     return torch.zeros(2, 512, 64)
 
@@ -150,6 +188,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "gpt2": (gpt2, tokens),
     "ring": (RingModel, long_sequence),
     "ring_masked": (masked_ring, long_sequence),
+    "moe": (MoeModel, many_rows),
     "resnet18": (ImageModel, images),
     "resnet50": (resnet50, images),
 }

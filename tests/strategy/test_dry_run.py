@@ -40,6 +40,7 @@ CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
         ("resnet18", "dp2", {"zero_stage": 1}),
         ("ring", "dp2", {}),
         ("ring_masked", "dp2", {}),
+        ("moe", "dp2", {}),
         ("text", "tp2", {"optimizer_in_backward": "rows"}),
         ("text", "tp2", {"accumulate_grad_batches": 2}),
         ("text", "dp2", {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}),

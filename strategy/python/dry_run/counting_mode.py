@@ -53,6 +53,13 @@ _THROUGH = frozenset(
         "ring_attention",
         "_ring_attention",
         "_ring_attention_backward",
+        "grouped_linear",
+        "_grouped_weight_grad",
+        "_grouped_bias_grad",
+        "_moe_dispatch",
+        "_moe_dispatch_backward",
+        "_moe_combine",
+        "_moe_combine_backward",
         "_column_row_mlp_saving",
         "_all_gather_linear_backward",
         "_linear_reduce_scatter_backward",
@@ -272,8 +279,8 @@ class CountingMode(TorchDispatchMode):
         )
         self._stage(group, name, args)
         with no_dispatch():
-            if name.startswith("alltoall"):  # equal splits: those of the tensors do not fit the empty ones
-                args = tuple([] if _is_sizes(arg) else arg for arg in args)
+            if name == "alltoall_base_":  # its arguments 3 and 4 are the numbers of rows for each rank
+                args = *args[:3], [0] * len(args[3]), [0] * len(args[4]), *args[5:]
             empty = tree_map(lambda leaf: torch.empty(0) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             result = func(*empty[0], **empty[1])
         return (args[0], *result[1:]) if isinstance(result, tuple) else result
@@ -298,8 +305,9 @@ class CountingMode(TorchDispatchMode):
             staging.reduce_scatter(first)
         elif name.startswith("broadcast"):
             staging.exchange(first, writes=group.rank() == args[2])
-        elif name.startswith("alltoall"):
-            staging.all_to_all(_sent_bytes(args, group.size()), group.rank())
+        elif name.startswith("alltoall"):  # of one tensor, or of a list with a tensor for each rank
+            sent = _sent_bytes(args[1], args[4], group.size()) if isinstance(args[1], Tensor) else sizes[1]
+            staging.all_to_all(sent, group.rank())
         elif name == "send":
             staging.send(first, args[2])
             self._sent.add(group.group_name, args[2], args[3], args[0])
@@ -313,19 +321,6 @@ class CountingMode(TorchDispatchMode):
         self.ledger.set_shared_memory(self._staging.num_bytes)
 
 
-def _sent_bytes(args: Any, num_ranks: int) -> list[int]:
-    """Return the bytes that an all-to-all of c10d sends to each rank."""
-    sent = args[1]
-    if not isinstance(sent, Tensor):
-        return [tensor.nbytes for tensor in sent]
-    rows = args[4] or [sent.shape[0] // num_ranks] * num_ranks  # the split sizes of the input
-    return [each * sent.nbytes // max(1, sent.shape[0]) for each in rows]
-
-
-def _is_sizes(arg: Any) -> bool:
-    return isinstance(arg, (list, tuple)) and all(isinstance(each, int) for each in arg)
-
-
 # Kernels of weft read by `item`, and Python by `_local_scalar_dense`.
 _VALUE_READS = (aten.item.default, aten._local_scalar_dense.default, aten.equal.default)
 _ALL = (aten.all.default, aten.all.dim, aten.all.dims)
@@ -337,6 +332,12 @@ def _assumed_value(func: Any, tensor: Tensor) -> Any:
     if tensor.dtype == torch.bool:
         return getattr(tensor, "_is_all", False)
     return 1.0 if tensor.is_floating_point() else 1
+
+
+def _sent_bytes(rows: Tensor, sizes: list[int], num_ranks: int) -> list[int]:
+    """Return the bytes that an all-to-all of `rows` sends to each rank; `sizes`: rows for each, or none if equal."""
+    row_bytes = rows.nbytes // max(1, rows.size(0))
+    return [row_bytes * number for number in sizes] or [rows.nbytes // num_ranks] * num_ranks
 
 
 def _tensors_of(values: Any) -> list[Tensor]:

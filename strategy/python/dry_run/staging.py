@@ -86,15 +86,15 @@ class GroupStaging:
                 self._touch(last, peer * slot, min(slot, segment_bytes - first))
         self._end(last)
 
-    def all_to_all(self, num_bytes: Sequence[int], rank: int) -> None:
-        """An exchange of `num_bytes` with each rank; `rank`: this one, which copies its own without staging."""
+    def all_to_all(self, sizes: Sequence[int], rank: int) -> None:
+        """An exchange by `rank`, which sends sizes[r] bytes to rank r; those for itself are not staged."""
         slot = self._buffer_bytes // 2 // self._num_ranks // 64 * 64
         last = 0
-        for chunk, first in self._chunks(max(num_bytes), slot):
+        for chunk, first in self._chunks(max(sizes), slot):
             last = self._half(chunk, 2)
-            for peer, size in enumerate(num_bytes):
+            for peer, num_bytes in enumerate(sizes):
                 if peer != rank:
-                    self._touch(last, peer * slot, min(slot, size - first))
+                    self._touch(last, peer * slot, min(slot, num_bytes - first))
         self._end(last)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Random argument sets for every public operator with a process group.
+"""Random argument sets for every public operator but those of WITHOUT_GROUP.
 
 To add an operator, write a class and list it below. The point-to-point operators share messages.py instead, which draws
 exchanges for each of them.
@@ -6,7 +6,7 @@ exchanges for each of them.
 
 from __future__ import annotations
 
-from ops.fuzz import attention, dropout, linears, messages, norms, pairs, vocabulary
+from ops.fuzz import attention, dropout, experts, linears, messages, norms, pairs, vocabulary
 from ops.fuzz.operator import Operator
 
 OPERATORS: dict[str, Operator] = {
@@ -35,6 +35,9 @@ OPERATORS: dict[str, Operator] = {
         pairs.AllToAll(),
         attention.RingAttention(),
         attention.UlyssesAttention(),
+        experts.GroupedLinear(),
+        experts.MoeDispatch(),
+        experts.MoeCombine(),
     )
 }
 

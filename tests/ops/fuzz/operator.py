@@ -45,6 +45,7 @@ class Operator(ABC):
     on_cpu: ClassVar[tuple[str, ...]] = ()  # tensors that stay on the CPU on every device
     edge_case_options: ClassVar[EdgeCaseOptions] = {}
     num_results: ClassVar[int] = 1
+    has_group: ClassVar[bool] = True
     # The largest allowed error, relative to the largest magnitude in the call or 1.
     tolerances: ClassVar[dict[torch.dtype, float]] = {
         torch.float64: 1e-12,
@@ -246,7 +247,7 @@ def _mutate(call: Call, draw: Draw) -> None:
         like = values[present[0]]
         dtype = (like[0] if isinstance(like, list) else like).dtype
         values[name] = draw.values(draw.sizes(1, 2), dtype) if values[name] is None else None
-    elif call.num_ranks > 1:
+    elif call.num_ranks > 1 and operator.has_group:
         call.group = UNKNOWN_GROUP
 
 

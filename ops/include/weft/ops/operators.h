@@ -279,6 +279,47 @@ WEFT_OPS_API at::Tensor ulysses_attention(const at::Tensor& query,
                                           std::string_view group_name,
                                           const SequenceAttentionOptions& options = {});
 
+// Mixture of experts. The experts are sharded over the group like torch.chunk; e = experts of this
+// rank, h = features, m = rows of this rank's experts.
+//
+// x [m, in], sorted by expert -> x weightᵀ + bias for each row's expert, [m, out]; weight
+// [e, out, in], counts int64 [e] with sum m, bias [e, out]. No communication. On CUDA, the host
+// waits for the counts unless the dtype is bfloat16 and in and out are multiples of 8; then counts
+// are not checked. Saves x.
+WEFT_OPS_API at::Tensor grouped_linear(const at::Tensor& x,
+                                       const at::Tensor& weight,
+                                       const at::Tensor& counts,
+                                       const std::optional<at::Tensor>& bias = {});
+
+struct DispatchedRows {
+  at::Tensor rows;      // [m, h], sorted by expert, then by source rank, then by pair
+  at::Tensor counts;    // [e] int64: the rows of each expert
+  at::Tensor order;     // [tokens * k] int64: the pairs of this rank's tokens, sorted by expert
+  at::Tensor sent;      // [ranks] int64 on the CPU: the pairs that go to each rank
+  at::Tensor received;  // [ranks, e] int64 on the CPU: the rows from each rank for each expert
+};
+
+// Sends each token of x [tokens, h] to the k experts expert_ids [tokens, k], int64 or int32; pair
+// t * k + c is choice c of token t. Forward: one all-to-all of counts, which the host reads, and
+// one of rows; backward: one. Further errors: c10::IndexError on all ranks for an id of any rank
+// outside [0, num_experts). Saves order.
+WEFT_OPS_API DispatchedRows moe_dispatch(const at::Tensor& x,
+                                         const at::Tensor& expert_ids,
+                                         std::int64_t num_experts,
+                                         std::string_view group_name);
+
+// The sum over each token's choices of weights [tokens, k] times the rows of its experts, [tokens,
+// h]; summed in float32 for half precision. rows [m, h] are in the order of DispatchedRows, whose
+// order, sent and received are the arguments. weights have the dtype of rows, or float32 if rows
+// have a half-precision type. Forward: one all-to-all of rows; backward: one. Saves weights and
+// order, and if weights require a gradient the rows of this rank's pairs.
+WEFT_OPS_API at::Tensor moe_combine(const at::Tensor& rows,
+                                    const at::Tensor& weights,
+                                    const at::Tensor& order,
+                                    const at::Tensor& sent,
+                                    const at::Tensor& received,
+                                    std::string_view group_name);
+
 // The torch release that libweft_ops.so was compiled for, such as "2.15.0".
 WEFT_OPS_API std::string_view built_for_torch();
 
