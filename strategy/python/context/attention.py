@@ -1,8 +1,9 @@
-"""The rule of F.scaled_dot_product_attention: ring or Ulysses attention, or the keys and values of all tokens."""
+"""Rules of attention: by the ring or by Ulysses, or with the keys and values of all tokens."""
 
 from __future__ import annotations
 
 import math
+import types
 from typing import Any, Literal
 
 import torch
@@ -40,6 +41,23 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
         if found is not None:
             return _sharded(query, key, value, found, scale)
     return _with_all_keys(query, named)
+
+
+def _calling_functions_of_sequences(function: Any) -> Any:
+    """Return a function of torch that calls others, without its check for tensors that are no plain ones."""
+    namespace = {**function.__globals__, "has_torch_function": lambda _: False}
+    made = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+_multi_head_attention = _calling_functions_of_sequences(F.multi_head_attention_forward)
+
+
+@rule(F.multi_head_attention_forward)
+def _attention_of_module(func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute nn.MultiheadAttention's function, in which linear layers and attention have rules."""
+    return _multi_head_attention(*args, **kwargs)
 
 
 def _is_supported(query: torch.Size, key: torch.Size, value: torch.Size) -> bool:

@@ -28,12 +28,15 @@ class CausalMask:
 
 
 def causal_mask_of(mask: Tensor, num_tokens: int) -> CausalMask | None:
-    """Return what a mask of bool, `[tokens, tokens]` or `[batch, 1, tokens, tokens]`, says, or None.
+    """Return what a mask `[tokens, tokens]` or `[batch, 1, tokens, tokens]` says, or None.
+
+    The mask is one of bool, or of numbers that are 0 or -inf.
 
     A mask is compared once in a forward: the result is kept with the tensor that it is a view of.
     """
     has_shape = mask.dim() in (2, 4) and (mask.dim() == 2 or mask.shape[1] == 1)
-    if mask.dtype != torch.bool or not has_shape or tuple(mask.shape[-2:]) != (num_tokens, num_tokens):
+    is_mask = mask.dtype == torch.bool or (mask.is_floating_point() and not mask.requires_grad)
+    if not is_mask or not has_shape or tuple(mask.shape[-2:]) != (num_tokens, num_tokens):
         return None
     found: CausalMask | None = kept_with(mask, ("causal mask",), lambda: _compare(mask))
     return found
@@ -41,6 +44,11 @@ def causal_mask_of(mask: Tensor, num_tokens: int) -> CausalMask | None:
 
 def _compare(mask: Tensor) -> CausalMask | None:
     rows = (mask[None] if mask.dim() == 2 else mask[:, 0]).detach()
+    if rows.is_floating_point():
+        is_zero = rows == 0
+        if not bool((is_zero | (rows == -torch.inf)).all()):
+            return None
+        rows = is_zero
     positions = torch.arange(rows.shape[-1], device=rows.device)
     first = rows.byte().argmax(-1)  # of the keys that a query attends to, `[batch, tokens]`
     is_band = (positions >= first[..., None]) & (positions <= positions[:, None])

@@ -355,6 +355,8 @@ def test_masks_that_are_recognised(offsets: list[int] | None, window: int | None
         mask = mask.triu(1 - window)
     found = causal_mask_of(mask.expand(2, 1, 12, 12), 12)
     assert found is not None
+    numbers = causal_mask_of(torch.zeros(12, 12).masked_fill(~mask, -torch.inf), 12)
+    assert numbers is not None and numbers.window == found.window
     again = tokens[:, None] >= tokens
     if found.document_offsets is not None:
         again = again & _same_document(found.document_offsets[0], tokens)
@@ -368,8 +370,9 @@ def _same_document(offsets: Tensor, tokens: Tensor) -> Tensor:
 
 def test_masks_that_are_not_recognised() -> None:
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
+    bias = torch.zeros(6, 6).masked_fill(~causal, -1e9)
     hole, empty_row, future = causal.clone(), causal.clone(), causal.clone()
     hole[4, 1], empty_row[0, 0], future[2, 3] = False, False, True
     growing = causal & torch.tensor([0, 0, 0, 2, 1, 1])[:, None].le(torch.arange(6))  # no window, no documents
-    for mask in (hole, empty_row, future, growing, causal.double(), causal[:, :5], causal.expand(2, 3, 6, 6)):
+    for mask in (hole, empty_row, future, growing, bias, causal.double(), causal[:, :5], causal.expand(2, 3, 6, 6)):
         assert causal_mask_of(mask, 6) is None

@@ -89,6 +89,43 @@ def test_sequences_of_all_lengths(tokens: int) -> None:
         assert_same_training(functools.partial(in_context, attention="ring"), model, next_token_loss, batches, "SGD")
 
 
+class _TorchTransformer(nn.Module):
+    """The layers of torch.nn, with a mask and its hint, with a mask alone, or with returned weights."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embedding = nn.Embedding(VOCAB, 16)
+        options = {"dim_feedforward": 24, "dropout": 0.0, "batch_first": kind != "mask"}
+        layer = nn.TransformerEncoderLayer(16, 4, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.attention = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=torch.float64)
+        x = self.embedding(ids)
+        if self.kind == "mask":
+            return self.head(self.encoder(x.transpose(0, 1), mask).transpose(0, 1))
+        x = self.encoder(x, mask, is_causal=True)
+        if self.kind == "weights":
+            y, weights = self.attention(x, x, x, attn_mask=mask)
+            x = y + weights @ x
+        return self.head(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["hint", "mask", "weights"])
+def test_layers_of_torch(kind: str) -> None:
+    torch.manual_seed(0)
+    model = _TorchTransformer(kind).double()
+    if kind != "weights":
+        del model.attention
+    with no_gathers():
+        parallelize = functools.partial(in_context, attention="ring")
+        assert_same_training(parallelize, model, next_token_loss, token_batches(5, 13), "SGD")
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputed_activations(mode: str) -> None:
