@@ -98,8 +98,19 @@ def images() -> tuple[Tensor, Tensor]:
     return torch.zeros(2, 3, 64, 64), torch.arange(2)
 
 
+_fresh_groups: list[dist.ProcessGroup] = []
+
+
+def _group_of_model() -> dist.ProcessGroup:
+    """Return the last new group of all ranks; in a dry run, which makes none, the default group.
+
+    The default group of ranks that train has staging buffers that earlier cases have touched.
+    """
+    return _fresh_groups[-1] if _fresh_groups else dist.group.WORLD
+
+
 class RingBlock(nn.Module):
-    """Attention over a sequence whose tokens are sharded over the default group."""
+    """Attention over a sequence whose tokens are sharded over all ranks."""
 
     def __init__(self, window: int | None, documents: list[int] | None) -> None:
         super().__init__()
@@ -110,7 +121,7 @@ class RingBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (16, 16)).transpose(1, 2).split((8, 4, 4), 1)
-        group_name = dist.group.WORLD.group_name
+        group_name = _group_of_model().group_name
         mask: dict[str, Any] = {"is_causal": True, "window": self.window}
         if self.documents is not None:
             mask["document_offsets"] = torch.tensor(self.documents)
@@ -139,7 +150,7 @@ def masked_ring() -> RingModel:
 
 
 class MoeBlock(nn.Module):
-    """A mixture of two experts on each rank of the default group, all of which are chosen equally often."""
+    """A mixture of two experts on each rank, all of which are chosen equally often."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +161,7 @@ class MoeBlock(nn.Module):
         num_experts = 2 * dist.get_world_size()
         scores = (x @ x.t()).sum(1, keepdim=True).sigmoid()
         expert_ids = torch.arange(2 * len(x), device=x.device).view(-1, 2) % num_experts
-        group = dist.group.WORLD.group_name
+        group = _group_of_model().group_name
         rows, counts, *routes = weft.ops.moe_dispatch(x, expert_ids, num_experts=num_experts, group_name=group)
         rows = weft.ops.grouped_linear(weft.ops.grouped_linear(rows, self.up, counts).relu(), self.down, counts)
         return weft.ops.moe_combine(rows, scores.expand(-1, 2), *routes, group_name=group)
@@ -236,7 +247,8 @@ def _train(
     if sizes.pipeline_parallel > 1:
         shape = {"pipeline_parallel": sizes.pipeline_parallel, **shape}
     names = (*shape, "tensor_parallel")
-    # New groups for all axes: the default group has staging buffers that earlier cases have touched.
+    # New groups for all axes, and for models that communicate themselves.
+    _fresh_groups[:] = [dist.new_group(backend="cpu:weft")]
     new_groups = dict.fromkeys(names, "cpu:weft")
     mesh_shape = (*shape.values(), sizes.tensor_parallel)
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names, backend_override=new_groups)
