@@ -100,6 +100,13 @@ def strategy_of(layout: str, stage: int | None = None, **options: Any) -> WeftMo
     return WeftModelParallelStrategy(plan="auto", layout=layout, zero_stage=stage, **options)
 
 
+def _predicted(run: L.Trainer, module: Tokens, batches_of_rank: DataLoader) -> Tensor:
+    """Return the predictions, which are plain tensors: code of one rank alone, such as a writer, may read them."""
+    found = run.predict(module, batches_of_rank)
+    assert {type(each) for each in found} == {Tensor}
+    return torch.cat(found)
+
+
 # ---- one device --------------------------------------------------------------------------------------------
 
 
@@ -110,7 +117,7 @@ def _fit(rank: int, world_size: int, folder: str, layout: str, stage: int | None
     run.fit(module, loader(rank, layout), loader(rank, layout))
     logged = [run.callback_metrics[name].item() for name in ("train_loss_epoch", "val_loss")]
     [validated] = run.validate(module, loader(rank, layout), verbose=False)
-    predicted = torch.cat(run.predict(module, loader(rank, layout)))
+    predicted = _predicted(run, module, loader(rank, layout))
     if stage == 3:
         weight = module.model.layers[0].feed_forward.w1.weight
         assert isinstance(weight, DTensor) and weight.device_mesh.size() == world_size
@@ -206,7 +213,7 @@ def _fit_stages(rank: int, world_size: int, folder: str, attention: str) -> dict
     run = trainer(world_size, strategy, folder, gradient_clip_val=0.3, log_every_n_steps=1)
     run.fit(module, loader(rank, "pp2,cp2"), loader(rank, "pp2,cp2"))
     logged = [run.callback_metrics[name].item() for name in ("train_loss_epoch", "val_loss")]
-    predicted = torch.cat(run.predict(module, loader(rank, "pp2,cp2")))
+    predicted = _predicted(run, module, loader(rank, "pp2,cp2"))
     return {"losses": module.losses, "norms": module.norms, "logged": logged, "predicted": predicted}
 
 

@@ -66,13 +66,13 @@ _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__, Tensor.element_size),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.stride, Tensor.get_device),
     *(Tensor.is_inference, Tensor.__hash__, Tensor.storage_offset, torch.is_floating_point, torch.is_complex),
-    *(torch.numel, Tensor.is_signed, Tensor.type.__get__ if hasattr(Tensor.type, "__get__") else Tensor.size),
+    *(torch.numel, Tensor.is_signed),
 }
-for _name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_sparse", "is_nested", "itemsize"):
+for _name in (
+    *("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_sparse", "is_nested", "itemsize"),
+    *("is_meta", "is_quantized", "is_mps", "is_xla", "nbytes", "is_mkldnn"),
+):
     _METADATA.add(getattr(Tensor, _name).__get__)
-for _name in ("is_meta", "is_quantized", "is_mps", "is_xla", "nbytes", "is_mkldnn", "names", "_python_dispatch"):
-    if hasattr(getattr(Tensor, _name, None), "__get__"):
-        _METADATA.add(getattr(Tensor, _name).__get__)
 
 
 @rule(*_METADATA)
