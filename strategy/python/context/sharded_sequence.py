@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.strategy.context.layout import Place
+from weft.strategy.torch_functions import writes_in_place
 
 Rule = Callable[..., Any]
 GATHER = object()  # the result of a rule that does not apply
@@ -179,17 +180,12 @@ def redistributed(x: ShardedSequence, place: Place) -> Tensor:
     return shard(x.full(), place)
 
 
-_CHANGING = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__"}
-_CHANGING |= {"__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
-
-
 def _on_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function with full tensors, which are gathered."""
     name = getattr(func, "__name__", str(func))
-    changes = (name.endswith("_") and not name.endswith("__")) or name in _CHANGING
-    if changes and name != "__set__" and args and isinstance(args[0], ShardedSequence):
+    if writes_in_place(name) and args and isinstance(args[0], ShardedSequence):
         return _change_full(func, name, args, kwargs)
-    changed = tree_leaves((args[:1] if changes else (), kwargs.get("out")))
+    changed = tree_leaves((args[:1] if name == "__set__" else (), kwargs.get("out")))
     if any(isinstance(each, ShardedSequence) for each in changed):
         _raise_changes(name)
     _warn_gathers(name)

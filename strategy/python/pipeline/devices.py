@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from weft.strategy.pipeline.layer_calls import InterceptedLayer, Mode, intercept_calls, run_in_mode
-from weft.strategy.pipeline.recording import name_of, writes_in_place
+from weft.strategy.pipeline.recording import name_of
 from weft.strategy.pipeline.staged_model import staged_model_of, tied_parameters
 from weft.strategy.pipeline.stages import ANY_STAGE, Layers, find_layers
+from weft.strategy.torch_functions import writes_in_place
 
 _KEY = "_weft_devices"
 # Functions of torch whose arguments may be on different devices.

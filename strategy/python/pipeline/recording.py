@@ -25,6 +25,7 @@ from weft.strategy.pipeline.layer_calls import InterceptedLayer, Mode, run_in_mo
 from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.random_streams import preserving_random_state
 from weft.strategy.pipeline.stages import ANY_STAGE
+from weft.strategy.torch_functions import writes_in_place
 
 # Functions whose results are Python values that depend on a tensor's values.
 VALUE_READS = {
@@ -230,15 +231,6 @@ class _Recorder(Mode):
             "on fake tensors, which have shapes and no values; check that the unsharded model takes inputs of these "
             "shapes, and that it reads no values (.numpy(), a tensor as a list's index)."
         )
-
-
-_IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor", "lshift", "rshift", "pow", "matmul", "mod")
-
-
-def writes_in_place(name: str) -> bool:
-    """Return whether a tensor's method of this name changes the tensor."""
-    is_method = name.endswith("_") and not name.startswith("__")
-    return is_method or name == "__setitem__" or name in {f"__i{operation}__" for operation in _IN_PLACE}
 
 
 def _drop_graphs(recording: Recording) -> None:
