@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn import Module
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from weft._plugin.meshes import Groups
 
 REPLICATE_AXIS = "data_replicate"
 DATA_AXIS = "data_parallel"
@@ -22,17 +24,18 @@ class DataAxes:
 
     mesh: has the axis data_parallel and, if data_replicate_size is not 1, the axis data_replicate before it. The
         context-parallel ranks are in data_parallel; see `Groups`.
-    group: this rank's group along these axes, which averages gradients.
-    data_group: those of its ranks that get different data: all but the context-parallel ranks.
+    groups: this rank's groups along these axes.
     zero_stage: the ZeRO stage, 0 to 3, which determines the tensors that are sharded over data_parallel.
     """
 
-    def __init__(
-        self, mesh: DeviceMesh, group: dist.ProcessGroup, data_group: dist.ProcessGroup, zero_stage: int
-    ) -> None:
+    def __init__(self, mesh: DeviceMesh, groups: Groups, zero_stage: int) -> None:
+        from weft.strategy.data_parallel.replica_groups import ReplicaGroups
+
         self.mesh = mesh
-        self.group = group
-        self.data_group = data_group
+        self.group = groups.gradients
+        self.data_group = groups.data
+        self._experts = groups.experts
+        self._replicas = ReplicaGroups(self.group, None if self._experts is None else self._experts.gradients)
         self._zero_stage = zero_stage
         self._shard_size = mesh[DATA_AXIS].size()
         self._reducers: dict[Module, Any] = {}
@@ -61,8 +64,12 @@ class DataAxes:
     @property
     def sharding_mesh(self) -> DeviceMesh:
         """Return the mesh over which FSDP2 shards (data_parallel) and replicates (data_replicate)."""
-        axes = (REPLICATE_AXIS, DATA_AXIS) if REPLICATE_AXIS in (self.mesh.mesh_dim_names or ()) else (DATA_AXIS,)
-        return self.mesh[axes] if len(axes) > 1 else self.mesh[DATA_AXIS]
+        return _sharding_axes(self.mesh)
+
+    @property
+    def expert_sharding_mesh(self) -> DeviceMesh | None:
+        """Return the mesh over which FSDP2 shards and replicates experts; None: there is one expert-parallel rank."""
+        return None if self._experts is None else _sharding_axes(self._experts.mesh)
 
     def shard(
         self,
@@ -85,6 +92,7 @@ class DataAxes:
             entry_points=entry_points,
             root_is_unit=root_is_unit,
             offload_policy=offload_policy,
+            expert_mesh=self.expert_sharding_mesh,
         )
         if module not in self._sharded:
             self._sharded.append(module)
@@ -109,7 +117,7 @@ class DataAxes:
 
         if module in self._reducers:
             self._reducers.pop(module).remove()
-        self._reducers[module] = GradientReducer(module, self.group)
+        self._reducers[module] = GradientReducer(module, self.group, experts=self._replicas.experts)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Make an optimizer use averaged gradients; at zero_stage 1, step only this rank's shards (`ShardedStates`).
@@ -132,14 +140,15 @@ class DataAxes:
             from weft.strategy.data_parallel import ShardedStates, sharded_states_of
 
             if sharded_states_of(optimizer) is None:  # an optimizer of an earlier run already has ShardedStates
-                ShardedStates(optimizer, self.mesh[DATA_AXIS].get_group())
+                experts = None if self._experts is None else self._experts.mesh[DATA_AXIS].get_group()
+                ShardedStates(optimizer, self.mesh[DATA_AXIS].get_group(), experts=experts)
 
     def average(self, parameter: Tensor) -> None:
         """Average the complete gradient of a parameter now, unless FSDP2 reduces gradients; collective."""
         if self.num_gradient_ranks > 1 and not self.shards_parameters:
             from weft.strategy.data_parallel.reducer import average_gradient
 
-            average_gradient(parameter, self.group)
+            average_gradient(parameter, self._replicas.of(parameter))
 
     def after_backward(self) -> None:
         """Average the gradients that are not yet averaged; wait for reductions in flight."""
@@ -172,3 +181,8 @@ class DataAxes:
             reducer.remove()
         self._reducers.clear()
         self._sharded.clear()
+
+
+def _sharding_axes(mesh: DeviceMesh) -> DeviceMesh:
+    axes = (REPLICATE_AXIS, DATA_AXIS) if REPLICATE_AXIS in (mesh.mesh_dim_names or ()) else (DATA_AXIS,)
+    return mesh[axes] if len(axes) > 1 else mesh[DATA_AXIS]

@@ -201,7 +201,7 @@ class Engine:
         return {
             "weft": weft.__version__,
             "torch": str(torch.__version__),
-            "mesh": axis_sizes(self.mesh, self.context_group),
+            "mesh": axis_sizes(self.mesh, self.groups),
             "plan": str(self.plan),
         }
 
@@ -239,7 +239,7 @@ class Engine:
     def begin_run(self, groups: Groups) -> None:
         """Begin a run with these groups; the process group and the mesh must exist. Collective."""
         self._groups = groups
-        self._data_axes = DataAxes(self.mesh, groups.gradients, groups.data, self.sharding_stage)
+        self._data_axes = DataAxes(self.mesh, groups, self.sharding_stage)
         self.broadcast_random_state()
         self.batch_check.restart()
         self.stages.batch_check.restart()

@@ -16,6 +16,19 @@ if TYPE_CHECKING:
 TENSOR_AXIS = "tensor_parallel"
 PIPELINE_AXIS = "pipeline_parallel"
 CONTEXT_AXIS = "context_parallel"  # of layouts; in the mesh, its ranks are in data_parallel
+EXPERT_AXIS = "expert_parallel"  # only in the mesh of experts
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertAxes:
+    """The mesh of experts' parameters, with the same ranks as the mesh of all others.
+
+    mesh: its axis data_parallel is divided into data_parallel, whose ranks hold the same experts, and expert_parallel.
+    gradients: the ranks that average gradients of this rank's experts, along data_replicate and data_parallel.
+    """
+
+    mesh: DeviceMesh
+    gradients: dist.ProcessGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +42,14 @@ class Groups:
     data: the ranks of `gradients` with the same place in their context-parallel group; they get different data.
     context: the context-parallel group; None: it has one rank.
     same_data: the ranks that compute one batch together: those along the context and tensor-parallel axes.
+    experts: the axes of experts' parameters; None: there is one expert-parallel rank.
     """
 
     gradients: dist.ProcessGroup
     data: dist.ProcessGroup
     context: dist.ProcessGroup | None
     same_data: dist.ProcessGroup
+    experts: ExpertAxes | None = None
 
 
 # (default group, device type, has_stages, sizes) -> mesh and groups. The next run reuses them, because the model's
@@ -55,7 +70,8 @@ def cached_mesh(stock: DeviceMesh, sizes: MeshSizes | None, has_stages: bool) ->
     num_stages = sizes.pipeline_parallel if sizes is not None else 1
     num_replicas = sizes.data_replicate if sizes is not None else 1
     num_context = sizes.context_parallel if sizes is not None else 1
-    shape_key = (num_stages, num_replicas, num_context, data_size, tensor_size)
+    num_experts = sizes.expert_parallel if sizes is not None else 1
+    shape_key = (num_stages, num_replicas, num_context, num_experts, data_size, tensor_size)
     key = (dist.group.WORLD, stock.device_type, has_stages, *shape_key)
     if key not in _meshes:
         mesh, group = stock, stock.get_group(DATA_AXIS)
@@ -66,18 +82,41 @@ def cached_mesh(stock: DeviceMesh, sizes: MeshSizes | None, has_stages: bool) ->
             mesh = init_device_mesh(stock.device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         if num_stages > 1:
             group = mesh.get_group(DATA_AXIS) if num_replicas == 1 else _group_of_data_axes(mesh, num_stages)
-        _meshes[key] = (mesh, _groups(mesh, group, num_context))
+        groups = _groups(mesh, group, num_context)
+        if num_experts > 1:
+            groups = dataclasses.replace(groups, experts=_expert_axes(stock.device_type, shape, num_experts))
+        _meshes[key] = (mesh, groups)
     return _meshes[key]
 
 
-def axis_sizes(mesh: DeviceMesh, context: dist.ProcessGroup | None) -> dict[str, int]:
-    """Return the number of ranks of each axis, outer to inner; context_parallel only if it has a group."""
+def axis_sizes(mesh: DeviceMesh, groups: Groups) -> dict[str, int]:
+    """Return the number of ranks of each axis, outer to inner; context_parallel only if it has a group.
+
+    Then follows expert_parallel if there are several such ranks, which are among those along the other axes.
+    """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    if context is not None:
+    if groups.context is not None:
         num_tensor = sizes.pop(TENSOR_AXIS)
-        sizes[DATA_AXIS] //= context.size()
-        sizes |= {CONTEXT_AXIS: context.size(), TENSOR_AXIS: num_tensor}
+        sizes[DATA_AXIS] //= groups.context.size()
+        sizes |= {CONTEXT_AXIS: groups.context.size(), TENSOR_AXIS: num_tensor}
+    if groups.experts is not None:
+        sizes[EXPERT_AXIS] = groups.experts.mesh[EXPERT_AXIS].size()
     return sizes
+
+
+def _expert_axes(device_type: str, shape: dict[str, int], num_experts: int) -> ExpertAxes:
+    """Return the axes of experts' parameters in a mesh with these sizes; collective over the world."""
+    divided: dict[str, int] = {}
+    for name, size in shape.items():
+        divided |= {DATA_AXIS: size // num_experts, EXPERT_AXIS: num_experts} if name == DATA_AXIS else {name: size}
+    mesh = init_device_mesh(device_type, tuple(divided.values()), mesh_dim_names=tuple(divided))
+    if REPLICATE_AXIS not in divided:
+        return ExpertAxes(mesh, mesh.get_group(DATA_AXIS))
+    num_holders = divided[REPLICATE_AXIS] * divided[DATA_AXIS]
+    ranks = mesh.mesh.reshape(-1, num_holders, num_experts * divided[TENSOR_AXIS]).transpose(1, 2).flatten(0, 1)
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    assert isinstance(group, dist.ProcessGroup)
+    return ExpertAxes(mesh, group)
 
 
 def _groups(mesh: DeviceMesh, gradients: dist.ProcessGroup, num_context: int) -> Groups:

@@ -1,4 +1,7 @@
-"""Shards a module for one strategy, in this order: stages, layers, sequences, activation checkpoints, data axes."""
+"""Shards a module for one strategy.
+
+The order is: stages, experts, layers, sequences, activation checkpoints, data axes.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,7 @@ def apply_plan(
             divide(module)
         bar.expect(module)  # after the division: a rank reads nothing of the layers of other stages
         if engine.plan is not None:
+            _shard_experts(engine, module)
             _shard_layers(engine, module)
             _check_gated_mlps(engine, module)
         _shard_sequences(engine, module)
@@ -81,6 +85,18 @@ def _store_rehearsal(engine: Engine, module: Module) -> None:
     if engine.plan is not None and engine.tensor_parallel_group.size() > 1:
         # The plan's verification calls the full model, which no rank can do after the division into stages.
         store_rehearsal(module, engine.plan.example)
+
+
+def _shard_experts(engine: Engine, module: Module) -> None:
+    """Shard the module's experts over the expert-parallel ranks."""
+    experts = engine.groups.experts
+    if experts is None:
+        return
+    from weft.strategy.experts import parallelize_experts
+
+    # The plan's verification calls the full model.
+    _store_rehearsal(engine, module)
+    parallelize_experts(module, experts.mesh, keeps_deferred=engine.data_axes.shards_parameters)
 
 
 def _shard_layers(engine: Engine, module: Module) -> None:
@@ -146,7 +162,8 @@ def _shard_over_data_axes(engine: Engine, module: Module, **shard_options: Any) 
     if engine.pipeline is None:
         engine.data_axes.shard(module, policy, offload_policy=engine.parameter_offload, **shard_options)
     elif engine.data_axes.shards_parameters and not engine.pipeline.is_fully_sharded:
-        engine.pipeline.fully_shard(engine.data_axes.sharding_mesh, mp_policy=policy)
+        axes = engine.data_axes
+        engine.pipeline.fully_shard(axes.sharding_mesh, mp_policy=policy, expert_mesh=axes.expert_sharding_mesh)
     if engine.context_group is not None:
         from weft.strategy.context import carry_through_fsdp
 

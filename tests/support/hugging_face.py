@@ -45,17 +45,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi": _COMMON,
     "phi3": _COMMON,
 }
+_EXPERTS = {**_COMMON, "num_experts_per_tok": 2}
+EXPERT_CONFIGS: dict[str, dict[str, Any]] = {  # mixtures of experts
+    "mixtral": {**_EXPERTS, "num_local_experts": 7},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 7, "moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True},
+    "olmoe": {**_EXPERTS, "num_experts": 7},
+    "gpt_oss": {**_EXPERTS, "num_local_experts": 7, "head_dim": 8, "sliding_window": 4},
+    "deepseek_v3": {
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
 
 
 def language_model(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
     """Return a causal language model with random weights and no dropout."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**CONFIGS[family], **changes})
+    config = AutoConfig.for_model(family, **{**{**CONFIGS, **EXPERT_CONFIGS}[family], **changes})
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "activation_dropout"):
         if hasattr(config, name):
             setattr(config, name, 0.0)
-    model: nn.Module = AutoModelForCausalLM.from_config(config).to(dtype)
+    # Transformers' grouped products are not in float64.
+    options = {"experts_implementation": "eager"} if family in EXPERT_CONFIGS else {}
+    model: nn.Module = AutoModelForCausalLM.from_config(config, **options).to(dtype)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # initialized to zero
             nn.init.normal_(parameter, std=0.1)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from weft.strategy.deferred import materialize
+from weft.strategy.experts.layer import ShardedExperts
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.modules.offload import OffloadedModule
 from weft.strategy.sharding.state import original_class, state_of
@@ -34,6 +35,7 @@ def apply_fsdp(
     entry_points: Iterable[str] | None = None,
     root_is_unit: bool = True,
     offload_policy: OffloadPolicy | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> list[str]:
     """Shard a model's parameters over data-parallel ranks by FSDP2, in place, after `parallelize`.
 
@@ -43,6 +45,7 @@ def apply_fsdp(
     - the model itself, if `root_is_unit`. Its own parameters are those in no other unit. They stay gathered from the
       model's forward to its backward, so code anywhere in the model may read them and call their layers.
     - each repeated block.
+    - each module with experts that are sharded over expert_parallel, over `expert_mesh`.
     - with `entry_points`, the outermost modules with a forward and parameters, which a caller may call without calling
       the model's own forward. A single such module is a unit only if `mp_policy` has a `param_dtype` or the model
       itself is no unit.
@@ -64,6 +67,7 @@ def apply_fsdp(
             `model` is called, not that of a module inside; empty: modules inside may be called, but no other method.
         offload_policy: CPUOffloadPolicy: shards of parameters and gradients are in CPU memory, and the optimizer steps
             them there; a unit's shards come to the device when it is gathered. None: they stay on the device.
+        expert_mesh: as `mesh`, of the ranks that hold the same experts; None: no experts are sharded.
         root_is_unit: whether the model itself is a unit. Pass False if the model's methods run backwards (manual
             optimization); then each parameter must belong to another unit.
 
@@ -74,7 +78,7 @@ def apply_fsdp(
         ValueError: `fully_shard` was applied to the model before; `root_is_unit` is False and a parameter is in no
             other unit; or a rule's precision or offload does not fit the units. Nothing has been changed then.
     """
-    key = (mesh, reshard_after_forward, mp_policy, offload_policy)
+    key = (mesh, reshard_after_forward, mp_policy, offload_policy, expert_mesh)
     marked = model.__dict__.get(_MARK)
     if marked is not None and marked[0] == key:
         return list(marked[1])
@@ -97,6 +101,15 @@ def apply_fsdp(
     # would be gathered again right after their forward has freed them.
     last = tuple(f"{block}." for block in blocks[-1:])
     stays_gathered = _units_with_vocab_heads(model, names) | {name for name in names if f"{name}.".startswith(last)}
+    experts = [] if expert_mesh is None else [n for n, m in model.named_modules() if isinstance(m, ShardedExperts)]
+    for name in experts:
+        fully_shard(
+            model.get_submodule(name),
+            mesh=expert_mesh,
+            reshard_after_forward=reshard_after_forward and not name.startswith(last),
+            mp_policy=policy,
+            offload_policy=offload,
+        )
     for name in reversed(names):
         frees = reshard_after_forward and name not in stays_gathered and (name not in callees or len(callees) > 1)
         unit_policy = policy
@@ -116,6 +129,7 @@ def apply_fsdp(
         for method in entry_points or ():
             register_fsdp_forward_method(model, method)
         names = ["", *names]
+    names += experts
     if mesh.device_type == "cpu":
         _disable_prefetch(model, names)
     materialize(model)

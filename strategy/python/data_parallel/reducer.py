@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from weft.strategy.data_parallel.local import local_shard
+from weft.strategy.data_parallel.replica_groups import ReplicaGroups
 
 _BUCKET_BYTES = 25 << 20
 _MAX_IN_FLIGHT = 2  # reductions that a backward leaves in flight
@@ -22,13 +23,14 @@ _MAX_IN_FLIGHT = 2  # reductions that a backward leaves in flight
 class _Bucket:
     parameters: list[Tensor]
     pending: set[Tensor]  # those whose gradient the current backward has not completed
+    group: dist.ProcessGroup
 
 
 @dataclasses.dataclass(eq=False)
 class _Reduction:
     bucket: _Bucket
     flat: Tensor
-    work: dist.Work
+    work: dist.Work | None  # None: the group has one rank
     in_place: bool
 
 
@@ -44,8 +46,17 @@ class GradientReducer:
     Call `finish` on all ranks after each backward whose gradients are to be averaged.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = _BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_bytes: int = _BUCKET_BYTES,
+        experts: dist.ProcessGroup | None = None,
+    ) -> None:
         """
+        Args:
+            experts: the ranks of `group` that hold the same experts, for parameters on the axis expert_parallel.
+
         Raises:
             ValueError: a module of the model has sparse gradients.
         """
@@ -56,6 +67,7 @@ class GradientReducer:
                     "pass sparse=False to that module."
                 )
         self._group = group
+        self._groups = ReplicaGroups(group, experts)
         self._is_paused = False
         self._next_bucket = 0
         self._has_local_gradients = False  # from a backward outside of `paused`, not averaged yet
@@ -69,7 +81,7 @@ class GradientReducer:
 
     def _register(self, parameters: Iterable[Tensor]) -> None:
         """Add buckets and hooks for parameters that require gradients and are in no bucket yet."""
-        for bucket in _divide_into_buckets(list(parameters), self._bucket_bytes):
+        for bucket in _divide_into_buckets(list(parameters), self._bucket_bytes, self._groups):
             self._buckets.append(bucket)
             for parameter in bucket.parameters:
                 self._bucket_of[parameter] = bucket
@@ -151,12 +163,15 @@ class GradientReducer:
             for view in (view for view, grad in zip(views, grads, strict=True) if grad is None):
                 view.zero_()
             _copy([(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None])
-        flat.div_(self._group.size())
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
+        work = None
+        if bucket.group.size() > 1:
+            flat.div_(bucket.group.size())
+            work = dist.all_reduce(flat, group=bucket.group, async_op=True)
         self._in_flight.append(_Reduction(bucket, flat, work, in_place))
 
     def _finish_reduction(self, reduction: _Reduction, with_gradient: set[Tensor] | None) -> None:
-        reduction.work.wait()
+        if reduction.work is not None:
+            reduction.work.wait()
         if reduction.in_place:
             return
         copies = []
@@ -194,16 +209,16 @@ def _split(flat: Tensor, bucket: _Bucket) -> tuple[Tensor, ...]:
     return segments
 
 
-def _divide_into_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[_Bucket]:
+def _divide_into_buckets(parameters: list[Tensor], bucket_bytes: int, groups: ReplicaGroups) -> list[_Bucket]:
     """Divide parameters into buckets, roughly in the order in which a backward completes their gradients."""
     buckets: list[_Bucket] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device], tuple[_Bucket, int]] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device, dist.ProcessGroup], tuple[_Bucket, int]] = {}
     for parameter in reversed(parameters):
         local = local_shard(parameter)
-        kind = (local.dtype, local.device)
+        kind = (local.dtype, local.device, groups.of(parameter))
         bucket, used = open_buckets.get(kind, (None, bucket_bytes))
         if bucket is None or used + local.nbytes > bucket_bytes:
-            bucket, used = _Bucket([], set()), 0
+            bucket, used = _Bucket([], set(), kind[2]), 0
             buckets.append(bucket)
         bucket.parameters.append(parameter)
         bucket.pending.add(parameter)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from weft.strategy.data_parallel.local import local_shard
+from weft.strategy.data_parallel.replica_groups import ReplicaGroups
 
 # Exactly these classes: they update an element from that element's gradients alone.
 _CLASSES = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
@@ -40,8 +41,17 @@ class ShardedStates:
     the parameters. The options of its groups are never changed.
     """
 
-    def __init__(self, optimizer: Optimizer, group: dist.ProcessGroup, gather_bytes: int = _GATHER_BYTES) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: dist.ProcessGroup,
+        gather_bytes: int = _GATHER_BYTES,
+        experts: dist.ProcessGroup | None = None,
+    ) -> None:
         """
+        Args:
+            experts: the ranks of `group` that hold the same experts, for parameters on the axis expert_parallel.
+
         Raises:
             ValueError: the optimizer is not known to step each element alone.
         """
@@ -52,6 +62,7 @@ class ShardedStates:
                 f"{names} do; pass zero_stage=0, 2 or 3."
             )
         self._group = group
+        self._groups = ReplicaGroups(group, experts)
         self._gather_bytes = gather_bytes
         self._flat_shards: dict[Tensor, Tensor] = {}
         # The parameters of each group of the optimizer, while its groups list flat shards; else None.
@@ -79,7 +90,7 @@ class ShardedStates:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Return the group over whose ranks the states are sharded."""
+        """Return the group over whose ranks the states are sharded, but for those of experts."""
         return self._group
 
     def flat_shard_of(self, parameter: Tensor) -> Tensor | None:
@@ -88,7 +99,7 @@ class ShardedStates:
 
     def local_flat_shard(self, parameter: Tensor, value: Tensor) -> Tensor:
         """Return this rank's flat shard of `value`, shaped as `parameter`'s local shard; a view if possible."""
-        start, stop = self._flat_shard_range(parameter, self._group.rank())
+        start, stop = self._flat_shard_range(parameter, self._groups.of(parameter).rank())
         return _flat(_with_layout_of(value, parameter))[start:stop]
 
     def gather_full(self, parameter: Tensor, flat_shard: Tensor) -> Tensor:
@@ -97,8 +108,9 @@ class ShardedStates:
         size = self._flat_shard_size(parameter)
         padded = flat_shard.new_zeros(size)
         padded[: flat_shard.numel()] = flat_shard
-        gathered = flat_shard.new_empty(size * self._group.size())
-        dist.all_gather_into_tensor(gathered, padded, group=self._group)
+        group = self._groups.of(parameter)
+        gathered = flat_shard.new_empty(size * group.size())
+        dist.all_gather_into_tensor(gathered, padded, group=group)
         _flat(local).copy_(gathered[: local.numel()])
         if not isinstance(parameter, DTensor):
             return local
@@ -112,7 +124,7 @@ class ShardedStates:
         )
 
     def _flat_shard_size(self, parameter: Tensor) -> int:
-        return -(-local_shard(parameter).numel() // self._group.size())
+        return -(-local_shard(parameter).numel() // self._groups.of(parameter).size())
 
     def _flat_shard_range(self, parameter: Tensor, rank: int) -> tuple[int, int]:
         numel, size = local_shard(parameter).numel(), self._flat_shard_size(parameter)
@@ -181,31 +193,39 @@ class ShardedStates:
 
     def _all_gather(self, parameters: list[Tensor]) -> None:
         """All-gather the stepped shards of all ranks: large parameters that divide evenly in place, others packed."""
+        by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for parameter in parameters:
+            by_group.setdefault(self._groups.of(parameter), []).append(parameter)
+        for group, of_group in by_group.items():
+            if group.size() > 1:
+                self._all_gather_over(group, of_group)
+
+    def _all_gather_over(self, group: dist.ProcessGroup, parameters: list[Tensor]) -> None:
         packed: list[Tensor] = []
         used = 0
         for parameter in parameters:
             flat = _flat(local_shard(parameter))
-            if flat.nbytes >= self._gather_bytes and flat.numel() % self._group.size() == 0:
-                dist.all_gather_into_tensor(flat, self._flat_shards[parameter].detach().clone(), group=self._group)
+            if flat.nbytes >= self._gather_bytes and flat.numel() % group.size() == 0:
+                dist.all_gather_into_tensor(flat, self._flat_shards[parameter].detach().clone(), group=group)
                 continue
             if packed and (used + flat.nbytes > self._gather_bytes or flat.dtype != _dtype(packed[0])):
-                self._all_gather_packed(packed)
+                self._all_gather_packed(group, packed)
                 packed, used = [], 0
             packed.append(parameter)
             used += flat.nbytes
         if packed:
-            self._all_gather_packed(packed)
+            self._all_gather_packed(group, packed)
 
-    def _all_gather_packed(self, parameters: list[Tensor]) -> None:
+    def _all_gather_packed(self, group: dist.ProcessGroup, parameters: list[Tensor]) -> None:
         sizes = [self._flat_shard_size(parameter) for parameter in parameters]
         send_buffer = local_shard(parameters[0]).new_zeros(sum(sizes))
         for segment, parameter in zip(send_buffer.split(sizes), parameters, strict=True):
             flat_shard = self._flat_shards[parameter].detach()
             segment[: flat_shard.numel()] = flat_shard
-        gathered = send_buffer.new_empty(self._group.size(), send_buffer.numel())
-        dist.all_gather_into_tensor(gathered.view(-1), send_buffer, group=self._group)
+        gathered = send_buffer.new_empty(group.size(), send_buffer.numel())
+        dist.all_gather_into_tensor(gathered.view(-1), send_buffer, group=group)
         for rank, row in enumerate(gathered):
-            if rank == self._group.rank():
+            if rank == group.rank():
                 continue
             for segment, parameter in zip(row.split(sizes), parameters, strict=True):
                 start, stop = self._flat_shard_range(parameter, rank)

@@ -158,7 +158,13 @@ class Pipeline:
         if not has_tensor_ranks:
             drop_rehearsal(model)
 
-    def fully_shard(self, mesh: DeviceMesh, *, mp_policy: MixedPrecisionPolicy | None = None) -> None:
+    def fully_shard(
+        self,
+        mesh: DeviceMesh,
+        *,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        expert_mesh: DeviceMesh | None = None,
+    ) -> None:
         """Shard the parameters of this rank's layers over data-parallel ranks, by FSDP2, after `parallelize`.
 
         Gradients are averaged over these ranks at the end of each step and stay unsharded until then. Actions of the
@@ -168,6 +174,7 @@ class Pipeline:
         Args:
             mesh: the data-parallel axis, or (replicas, data-parallel) axes, of the mesh that the model is on.
             mp_policy: dtypes of gathered parameters and reduced gradients; None: the dtypes of the parameters.
+            expert_mesh: as `mesh`, of the ranks that hold the same experts; None: no experts are sharded.
 
         Raises:
             ValueError: fully_shard was applied already, or two layers of a rank, or a layer and code between layers,
@@ -175,7 +182,7 @@ class Pipeline:
             RuntimeError: this torch's FSDP2 has no `finalize_backward`.
         """
         self._staged.check_can_be_sharded(self._rank_of)
-        self._runner.sharding = ShardedStages(self._staged, mesh, mp_policy)
+        self._runner.sharding = ShardedStages(self._staged, mesh, mp_policy, expert_mesh)
         if mp_policy is not None:
             self._staged.record_with(mp_policy)
         self._lowered.clear()

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from weft.strategy.data_parallel.reducer import average_gradient
 from weft.strategy.deferred import materialize
+from weft.strategy.experts.layer import ShardedExperts
 from weft.strategy.pipeline.staged_model import StagedModel
 from weft.strategy.pipeline.stages import ANY_STAGE
 
@@ -24,13 +25,20 @@ class ShardedStages:
         staged: the model in stages.
         mesh: the data-parallel axis, or (replicas, data-parallel) axes.
         mp_policy: dtypes of gathered parameters and reduced gradients; None: the dtypes of the parameters.
+        expert_mesh: as `mesh`, of the ranks that hold the same experts; None: no experts are sharded.
 
     Raises:
         ValueError: fully_shard was applied already.
         RuntimeError: this torch's FSDP2 has no `finalize_backward`.
     """
 
-    def __init__(self, staged: StagedModel, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy | None) -> None:
+    def __init__(
+        self,
+        staged: StagedModel,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy | None,
+        expert_mesh: DeviceMesh | None = None,
+    ) -> None:
         if not hasattr(FSDPModule, "finalize_backward"):
             raise RuntimeError(
                 "pipeline: stages cannot be fully sharded with this torch, whose FSDP2 has no finalize_backward; use "
@@ -43,6 +51,13 @@ class ShardedStages:
         policy = mp_policy or MixedPrecisionPolicy()
         for stage, layer in _layers_with_parameters(staged):
             if not isinstance(layer, FSDPModule):  # a layer may have several names
+                inside = [] if expert_mesh is None else [m for m in layer.modules() if isinstance(m, ShardedExperts)]
+                for experts in inside:
+                    fully_shard(experts, mesh=expert_mesh, reshard_after_forward=False, mp_policy=policy)
+                self._units[stage] += [cast("FSDPModule", each) for each in inside if each is not layer]
+                if layer in inside:
+                    self._units[stage].append(cast("FSDPModule", layer))
+                    continue
                 fully_shard(layer, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
             assert isinstance(layer, FSDPModule)
             self._units[stage].append(layer)

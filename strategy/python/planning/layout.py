@@ -18,20 +18,25 @@ _SHORT_NAMES = {
     "cp": "context_parallel",
     "tp": "tensor_parallel",
 }
-_NEVER_AUTO = ("pipeline_parallel", "context_parallel")
+_EXPERTS = "ep"  # a part of the ranks of dp and cp, not an axis beside them
+_NEVER_AUTO = ("pipeline_parallel", "context_parallel", "expert_parallel")
 _HIDDEN = ("pipeline_parallel", "data_replicate", "context_parallel")  # from errors, where they have one rank
 _QUOTED_MESH = re.compile(r"'([a-z_]+=\d+(?:,[a-z_]+=\d+)*)'")
 _AXIS_SIZE = re.compile(r"\s*([a-z]+)\s*(\d+|auto)\s*")
 
 
 class MeshSizes(NamedTuple):
-    """The number of ranks on each axis of a job's mesh, outer to inner."""
+    """The number of ranks on each axis of a job's mesh, outer to inner.
+
+    expert_parallel: the number of those ranks along data_parallel and context_parallel that shard experts.
+    """
 
     pipeline_parallel: int
     data_replicate: int
     data_parallel: int
     context_parallel: int
     tensor_parallel: int
+    expert_parallel: int = 1
 
     @property
     def sharding_ranks(self) -> int:
@@ -52,6 +57,8 @@ class Sizes:
     pipeline_parallel: ranks with different layers; the outermost axis. Its size is never "auto".
     context_parallel: ranks with the same data that compute different tokens of each sequence; between data_parallel and
         tensor_parallel. Its size is never "auto".
+    expert_parallel: ranks that shard the experts of a mixture of experts; neighbours along data_parallel and
+        context_parallel, whose product it divides. Its size is never "auto".
     is_layout: whether the sizes come from a layout string; errors then suggest layout strings.
     """
 
@@ -60,10 +67,11 @@ class Sizes:
     tensor_parallel: Size = AUTO
     pipeline_parallel: int = 1
     context_parallel: int = 1
+    expert_parallel: int = 1
     is_layout: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, size in self._items():
+        for name, size in (*self._items(), ("expert_parallel", self.expert_parallel)):
             is_number = isinstance(size, int) and not isinstance(size, bool) and size >= 1
             may_be_auto = name not in _NEVER_AUTO
             if not is_number and not (may_be_auto and size == AUTO):
@@ -72,7 +80,9 @@ class Sizes:
 
     @classmethod
     def parse(cls, layout: str) -> Sizes:
-        """Read a layout such as "dp2,tp2", "rep2,dp4,cp2,tp8" or "dpauto,tp4"; axes that it leaves out have one rank.
+        """Read a layout such as "dp2,tp2", "rep2,dp4,cp2,tp8", "dp8,ep4" or "dpauto,tp4".
+
+        Axes that it leaves out have one rank.
 
         Raises:
             ValueError: the text is not a layout, or has an axis twice.
@@ -80,12 +90,13 @@ class Sizes:
         sizes: dict[str, Any] = {}
         for item in layout.split(","):
             match = _AXIS_SIZE.fullmatch(item)
-            name = _SHORT_NAMES.get(match[1]) if match else None
+            name = {**_SHORT_NAMES, _EXPERTS: "expert_parallel"}.get(match[1]) if match else None
             if match is None or name is None or name in sizes:
                 raise ValueError(
                     f"layout {layout!r} has the part {item.strip()!r}; write each axis once, pp "
-                    "(pipeline parallel), rep (replicas), dp (data parallel), cp (context parallel) or tp (tensor "
-                    "parallel) and its size, as in 'rep2,dp4,tp8' or 'dpauto,tp4'."
+                    "(pipeline parallel), rep (replicas), dp (data parallel), cp (context parallel), tp (tensor "
+                    "parallel) or ep (expert parallel, a part of dp) and its size, as in 'rep2,dp4,tp8' or "
+                    "'dpauto,tp4'."
                 )
             sizes[name] = AUTO if match[2] == AUTO else int(match[2])
         return cls(**{"data_replicate": 1, "data_parallel": 1, "tensor_parallel": 1, **sizes}, is_layout=True)
@@ -111,8 +122,9 @@ class Sizes:
                 sizes[name] = remaining_ranks if is_last else on_host
                 remaining_ranks //= sizes[name]
                 num_auto -= 1
-        result = MeshSizes(**sizes)
-        shown = {name: size for name, size in result._asdict().items() if name not in _HIDDEN or size != 1}
+        result = MeshSizes(**sizes, expert_parallel=self.expert_parallel)
+        shown = {name: size for name, size in sizes.items() if name not in _HIDDEN or size != 1}
+        shown = {name: shown[name] for name in MeshSizes._fields if name in shown}
         try:
             Mesh.parse(",".join(f"{name}={size}" for name, size in shown.items())).check_world_size(num_ranks)
         except ValueError as error:
@@ -120,10 +132,16 @@ class Sizes:
                 raise
             text = str(error).replace("mesh '", "layout '", 1)
             raise ValueError(_QUOTED_MESH.sub(lambda match: f"'{_layout_of(match[1])}'", text)) from None
+        if result.sharding_ranks % self.expert_parallel:
+            kind = "data- and context-parallel" if result.context_parallel > 1 else "data-parallel"
+            raise ValueError(
+                f"got {self.expert_parallel} expert-parallel ranks in {result.sharding_ranks} {kind} ranks; pass a "
+                "number that divides these, because each expert-parallel rank computes with data of its own."
+            )
         return result
 
     def _items(self) -> list[tuple[str, Any]]:
-        return [(name, getattr(self, name)) for name in MeshSizes._fields[1:] + MeshSizes._fields[:1]]
+        return [(name, getattr(self, name)) for name in (*MeshSizes._fields[1:5], MeshSizes._fields[0])]
 
 
 def _layout_of(mesh: str) -> str:

@@ -1,0 +1,11 @@
+"""Expert parallelism: the experts of a model's layers are sharded over ranks with different data.
+
+`parallelize_experts` recognises the modules that hold experts, and keeps this rank's experts in each. Their forwards
+send each token to the ranks of its experts and back, by the operators of `weft.experts`.
+"""
+
+from weft.strategy.experts.entry import parallelize_experts
+from weft.strategy.experts.recognition import ExpertsLayout, find_experts
+from weft.strategy.experts.shards import EXPERT_AXIS, is_expert
+
+__all__ = ["EXPERT_AXIS", "ExpertsLayout", "find_experts", "is_expert", "parallelize_experts"]
