@@ -48,17 +48,16 @@ class ShardedStages:
             raise ValueError("pipeline: fully_shard was applied to this model already; use only Pipeline.fully_shard.")
         self._mesh = mesh
         self._units: dict[int, list[FSDPModule]] = {stage: [] for stage in staged.stages}
+        self._inner_units: dict[nn.Module, list[FSDPModule]] = {}  # the experts in a unit
         policy = mp_policy or MixedPrecisionPolicy()
         for stage, layer in _layers_with_parameters(staged):
             if not isinstance(layer, FSDPModule):  # a layer may have several names
                 inside = [] if expert_mesh is None else [m for m in layer.modules() if isinstance(m, ShardedExperts)]
                 for experts in inside:
                     fully_shard(experts, mesh=expert_mesh, reshard_after_forward=False, mp_policy=policy)
-                self._units[stage] += [cast("FSDPModule", each) for each in inside if each is not layer]
-                if layer in inside:
-                    self._units[stage].append(cast("FSDPModule", layer))
-                    continue
-                fully_shard(layer, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+                if layer not in inside:
+                    fully_shard(layer, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+                self._inner_units[layer] = [cast("FSDPModule", each) for each in inside if each is not layer]
             assert isinstance(layer, FSDPModule)
             self._units[stage].append(layer)
         materialize(staged.model)
@@ -76,25 +75,31 @@ class ShardedStages:
             unit.set_reshard_after_backward(False)
 
     def unshard(self, stage: int) -> None:
-        handles = [unit.unshard(async_op=True) for unit in self._units[stage]]
+        # A unit comes before those inside it: the first use of one makes it the root of those.
+        handles = [each.unshard(async_op=True) for unit in self._units[stage] for each in self._with_inner(unit)]
         for handle in handles:
             if handle is not None:
                 handle.wait()
 
     def reshard(self, stage: int) -> None:
         for unit in self._units[stage]:
-            unit.reshard()
+            for each in self._with_inner(unit):
+                each.reshard()
 
     def finish(self) -> None:
         """Average the step's gradients over the data-parallel ranks, and free gathered parameters; collective."""
         for unit in self._all_units():
             unit.set_requires_gradient_sync(True)
             unit.finalize_backward()
-            unit.reshard()
+            for each in self._with_inner(unit):
+                each.reshard()
         for parameter in self._trunk_parameters:
             if parameter.grad is not None:
                 for axis in range(self._mesh.ndim):
                     average_gradient(parameter, self._mesh.get_group(axis))
+
+    def _with_inner(self, unit: FSDPModule) -> list[FSDPModule]:
+        return [unit, *self._inner_units.get(cast("nn.Module", unit), ())]
 
     def _all_units(self) -> list[FSDPModule]:
         return list(dict.fromkeys(unit for units in self._units.values() for unit in units))

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
+from weft.strategy.experts.stand_in import leave_out_experts
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.pipeline.fake_mode import FakeMode, is_recorded
 from weft.strategy.pipeline.layer_calls import intercept_calls, run_in_mode
@@ -404,7 +405,9 @@ def _intercept_layer_calls(model: nn.Module, layers: Layers) -> None:
 def _skeleton_of(model: nn.Module, layers: Layers, fake_mode: FakeTensorMode, device: torch.device | None) -> nn.Module:
     """Return a copy in which parameters and the layers' buffers are fake; the trunk's buffers are shared."""
     layer_buffers = [buffer for name in layers.stage_of for buffer in model.get_submodule(name).buffers()]
-    return fake_copy(model, layer_buffers, fake_mode, device)
+    skeleton = fake_copy(model, layer_buffers, fake_mode, device)
+    leave_out_experts(skeleton)
+    return skeleton
 
 
 def fake_copy(

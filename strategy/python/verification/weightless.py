@@ -2,8 +2,8 @@
 
 The output of every linear layer, convolution and embedding is drawn at random instead of computed. So the code between
 these layers runs on real values (masks, positions, caches, views, norms), and only activations take memory: a model
-without values, or one that does not fit into memory, runs, too. The seed of an output is the name of the layer and the
-number of its call, so two runs of one module get the same values.
+without values, or one that does not fit into memory, runs, too. Modules with experts are left out. The seed of an
+output is the name of the layer and the number of its call, so two runs of one module get the same values.
 
 Weights that code reads without calling their layer are noted: only layers that are called can be sharded.
 """
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from weft.strategy.experts.recognition import layout_of
+from weft.strategy.experts.stand_in import combine_without_experts
 from weft.strategy.recognition.linears import features, why_no_linear, why_no_vocab_embedding
 from weft.strategy.recognition.shell import buffer_copies, is_compile_wrapper, plain_tensors, shell_of
 from weft.strategy.sharding.shard_dropout import ShardedDim, shard_dropout
@@ -228,6 +230,8 @@ class Weightless:
                 else:
                     copy.__class__ = type(type(copy).__name__, (type(copy), _DrawnEmbedding), {})
                     copy.__dict__["_weft_drawn_forward"] = drawn_forward
+            elif layout_of(original) is not None:
+                copy.__dict__["forward"] = combine_without_experts
             elif type(copy).forward is nn.Dropout.forward and "forward" not in original.__dict__:
                 copy.__dict__["forward"] = self._dropout_forward(name, cast("nn.Dropout", copy), run, shard_context)
             elif "forward" in original.__dict__ and not is_compile_wrapper(original):
