@@ -23,11 +23,14 @@ EXPERT_AXIS = "expert_parallel"  # only in the mesh of experts
 class ExpertAxes:
     """The mesh of experts' parameters, with the same ranks as the mesh of all others.
 
-    mesh: its axis data_parallel is divided into data_parallel, whose ranks hold the same experts, and expert_parallel.
+    mesh: the axes data_parallel, whose ranks hold the same experts, and expert_parallel take the place of the axes
+        data_parallel and tensor_parallel: each expert is on one rank along expert_parallel.
+    size: the number of ranks along expert_parallel that have different data.
     gradients: the ranks that average gradients of this rank's experts, along data_replicate and data_parallel.
     """
 
     mesh: DeviceMesh
+    size: int
     gradients: dist.ProcessGroup
 
 
@@ -100,23 +103,22 @@ def axis_sizes(mesh: DeviceMesh, groups: Groups) -> dict[str, int]:
         sizes[DATA_AXIS] //= groups.context.size()
         sizes |= {CONTEXT_AXIS: groups.context.size(), TENSOR_AXIS: num_tensor}
     if groups.experts is not None:
-        sizes[EXPERT_AXIS] = groups.experts.mesh[EXPERT_AXIS].size()
+        sizes[EXPERT_AXIS] = groups.experts.size
     return sizes
 
 
 def _expert_axes(device_type: str, shape: dict[str, int], num_experts: int) -> ExpertAxes:
     """Return the axes of experts' parameters in a mesh with these sizes; collective over the world."""
-    divided: dict[str, int] = {}
-    for name, size in shape.items():
-        divided |= {DATA_AXIS: size // num_experts, EXPERT_AXIS: num_experts} if name == DATA_AXIS else {name: size}
+    num_holders, num_shards = shape[DATA_AXIS] // num_experts, num_experts * shape[TENSOR_AXIS]
+    outer = {name: size for name, size in shape.items() if name not in (DATA_AXIS, TENSOR_AXIS)}
+    divided = {**outer, DATA_AXIS: num_holders, EXPERT_AXIS: num_shards}
     mesh = init_device_mesh(device_type, tuple(divided.values()), mesh_dim_names=tuple(divided))
     if REPLICATE_AXIS not in divided:
-        return ExpertAxes(mesh, mesh.get_group(DATA_AXIS))
-    num_holders = divided[REPLICATE_AXIS] * divided[DATA_AXIS]
-    ranks = mesh.mesh.reshape(-1, num_holders, num_experts * divided[TENSOR_AXIS]).transpose(1, 2).flatten(0, 1)
+        return ExpertAxes(mesh, num_experts, mesh.get_group(DATA_AXIS))
+    ranks = mesh.mesh.reshape(-1, divided[REPLICATE_AXIS] * num_holders, num_shards).transpose(1, 2).flatten(0, 1)
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
     assert isinstance(group, dist.ProcessGroup)
-    return ExpertAxes(mesh, group)
+    return ExpertAxes(mesh, num_experts, group)
 
 
 def _groups(mesh: DeviceMesh, gradients: dist.ProcessGroup, num_context: int) -> Groups:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
+from weft._plugin.meshes import TENSOR_AXIS
 from weft._plugin.metrics import synchronize_metrics_over
 from weft._plugin.read_bar import ReadBar
 from weft._plugin.replicas import has_meta_tensors, materialized_bytes
@@ -96,7 +97,9 @@ def _shard_experts(engine: Engine, module: Module) -> None:
 
     # The plan's verification calls the full model.
     _store_rehearsal(engine, module)
-    parallelize_experts(module, experts.mesh, keeps_deferred=engine.data_axes.shards_parameters)
+    tensor = engine.mesh[TENSOR_AXIS]
+    keeps_deferred = engine.data_axes.shards_parameters
+    parallelize_experts(module, experts.mesh, tensor_mesh=tensor, keeps_deferred=keeps_deferred)
 
 
 def _shard_layers(engine: Engine, module: Module) -> None:

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy._plan import shard_range
 from weft.strategy.deferred import check_written, materialize, materialize_buffers
+from weft.strategy.experts.layer import ExpertsState
+from weft.strategy.experts.recognition import layout_of, num_experts_of
 from weft.strategy.modules.activation_checkpointing import CheckpointedModule, checkpoint_activations
 from weft.strategy.modules.offload import offload_activations
 from weft.strategy.modules.parallel_classes import set_parallel_class
@@ -314,6 +316,7 @@ def _set_parallel_classes(
             precision=getattr(torch, precisions[id(module)]) if precisions[id(module)] else None,
             local_attributes=local_attributes.get(id(module), ()),
             dropout_inputs=dropout_inputs.get(id(module), ()),
+            experts=_experts_state(module, mesh, assignment.style),
             scope=scopes.get(id(container)),
             own_scope=scopes.get(id(module)),
         )
@@ -330,6 +333,14 @@ def _apply_options(model: nn.Module, assignments: Assignments) -> list[str]:
             offload_activations(module)
     counts = collections.Counter(assignments.options.values())
     return [f"{options.rule or 'the model itself'}: {options}, for {n} modules" for options, n in counts.items()]
+
+
+def _experts_state(module: nn.Module, mesh: DeviceMesh, style: str) -> ExpertsState | None:
+    layout = layout_of(module) if style == "experts" else None
+    if layout is None:
+        return None
+    group_name, num_experts = group_name_of(mesh), num_experts_of(module, layout)
+    return ExpertsState(type(module), layout, mesh, group_name, group_name, num_data=1, num_experts=num_experts)
 
 
 def _vocab_start(module: nn.Module, mesh: DeviceMesh, style: str) -> int:

@@ -59,6 +59,7 @@ bool may_recompute(Style style) {
   switch (style) {
     case Style::kColumnRowMlp:
     case Style::kAttention:
+    case Style::kExperts:
     case Style::kSequenceParallel:
     case Style::kReplicate:
     case Style::kReplicateSumGradients:

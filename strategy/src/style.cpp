@@ -13,7 +13,7 @@ namespace weft::strategy {
 namespace {
 
 // Indexed by the enumerator.
-constexpr std::array<std::string_view, 12> kNames = {"column",
+constexpr std::array<std::string_view, 13> kNames = {"column",
                                                      "column_gather_output",
                                                      "row",
                                                      "row_split_input",
@@ -21,11 +21,12 @@ constexpr std::array<std::string_view, 12> kNames = {"column",
                                                      "attention",
                                                      "vocab_embedding",
                                                      "vocab_head",
+                                                     "experts",
                                                      "sequence_parallel",
                                                      "replicate",
                                                      "replicate_sum_gradients",
                                                      "ignore"};
-constexpr std::array<Style, 12> kStyles = {Style::kColumn,
+constexpr std::array<Style, 13> kStyles = {Style::kColumn,
                                            Style::kColumnGatherOutput,
                                            Style::kRow,
                                            Style::kRowSplitInput,
@@ -33,6 +34,7 @@ constexpr std::array<Style, 12> kStyles = {Style::kColumn,
                                            Style::kAttention,
                                            Style::kVocabEmbedding,
                                            Style::kVocabHead,
+                                           Style::kExperts,
                                            Style::kSequenceParallel,
                                            Style::kReplicate,
                                            Style::kReplicateSumGradients,
@@ -43,7 +45,7 @@ constexpr std::array<Style, 12> kStyles = {Style::kColumn,
 std::span<const Style> all_styles() { return kStyles; }
 
 bool owns_modules_below(Style style) {
-  return style == Style::kColumnRowMlp || style == Style::kAttention ||
+  return style == Style::kColumnRowMlp || style == Style::kAttention || style == Style::kExperts ||
          style == Style::kSequenceParallel || style == Style::kIgnore;
 }
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from weft.strategy._plan import shard_range
 from weft.strategy.experts.layer import ExpertsState, set_state_of_experts, state_of_experts
-from weft.strategy.experts.recognition import ExpertsLayout, find_experts, num_experts_of
-from weft.strategy.experts.shards import EXPERT_AXIS, shard_parameter
-from weft.strategy.sharding.shards import TENSOR_PARALLEL, group_name_of
+from weft.strategy.experts.recognition import ExpertsLayout, find_experts, num_experts_of, why_not_sharded
+from weft.strategy.experts.shards import EXPERT_AXIS
+from weft.strategy.sharding.shards import group_name_of, to_dtensor
 
 
-def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, keeps_deferred: bool = False) -> list[str]:
+def parallelize_experts(
+    model: nn.Module, mesh: DeviceMesh, *, tensor_mesh: DeviceMesh | None = None, keeps_deferred: bool = False
+) -> list[str]:
     """Shard the experts of a model's layers, in place; return the names of the modules that hold them.
 
     Each rank of the axis keeps some experts of each layer, as torch.chunk divides them. The modules' forwards are
@@ -23,7 +24,9 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, keeps_deferred: b
 
     Args:
         model: has modules with experts as in Hugging Face's Transformers; see `find_experts`.
-        mesh: has the axis expert_parallel and, optionally, tensor_parallel, whose ranks have the same tokens.
+        mesh: has the axis expert_parallel.
+        tensor_mesh: an axis of ranks that have the same tokens and are neighbours along expert_parallel; each sends its
+            part of them. None: all ranks along expert_parallel have different tokens.
         keeps_deferred: as in `parallelize`.
 
     Raises:
@@ -35,33 +38,32 @@ def parallelize_experts(model: nn.Module, mesh: DeviceMesh, *, keeps_deferred: b
         raise ValueError(
             f"parallelize_experts got a mesh with the axes {names}; give one of them the name {EXPERT_AXIS!r}."
         )
-    axes = tuple(name for name in (EXPERT_AXIS, TENSOR_PARALLEL) if name in names)
-    mesh = mesh[axes] if len(axes) > 1 else mesh[EXPERT_AXIS]
+    mesh = mesh[EXPERT_AXIS]
+    num_tensor = 1 if tensor_mesh is None else tensor_mesh.size()
     found = find_experts(model)
-    axis = mesh[EXPERT_AXIS]
-    _check(model, found, mesh, axis.size())
+    _check(model, found, mesh)
     for name, layout in found.items():
         module = model.get_submodule(name)
         if state_of_experts(module) is not None:
             continue
-        placements = (Shard(0), *(Replicate() for _ in axes[1:]))
         state = ExpertsState(
             original_class=type(module),
             layout=layout,
             mesh=mesh,
-            expert_group=group_name_of(axis),
-            num_ranks=axis.size(),
+            expert_group=group_name_of(mesh),
+            tensor_group="" if tensor_mesh is None else group_name_of(tensor_mesh),
+            num_data=mesh.size() // num_tensor,
             num_experts=num_experts_of(module, layout),
         )
         for parameter_name in layout.names:
             parameter = module._parameters[parameter_name]
             assert parameter is not None
-            module._parameters[parameter_name] = shard_parameter(parameter, mesh, placements, keeps_deferred)
+            module._parameters[parameter_name], _ = to_dtensor(parameter, mesh, 0, keeps_deferred)
         set_state_of_experts(module, state)
     return list(found)
 
 
-def _check(model: nn.Module, found: dict[str, ExpertsLayout], mesh: DeviceMesh, num_ranks: int) -> None:
+def _check(model: nn.Module, found: dict[str, ExpertsLayout], mesh: DeviceMesh) -> None:
     if not found:
         raise ValueError(
             f"parallelize_experts got a {type(model).__name__} without a module of experts in the form of Hugging "
@@ -80,9 +82,6 @@ def _check(model: nn.Module, found: dict[str, ExpertsLayout], mesh: DeviceMesh, 
                 f"parallelize_experts: the experts of '{name}' are DTensors already; call parallelize_experts before "
                 "parallelize and fully_shard."
             )
-        num_experts = num_experts_of(module, layout)
-        if shard_range(num_experts, num_ranks, num_ranks - 1)[1] == 0:
-            raise ValueError(
-                f"parallelize_experts got {num_ranks} expert-parallel ranks, and '{name}' has {num_experts} experts, "
-                "of which the last rank would hold none; use a number of ranks that divides the number of experts."
-            )
+        reason = why_not_sharded(module, layout, mesh.size())
+        if reason is not None:
+            raise ValueError(f"parallelize_experts cannot shard '{name}': {reason}.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,15 +29,18 @@ _KEY = "_weft_experts"
 class ExpertsState:
     """The state of a module with experts; immutable.
 
-    mesh: the mesh of its parameters.
-    expert_group: the c10d name of its group along expert_parallel, of num_ranks ranks.
+    mesh: the mesh of its parameters, of one axis.
+    expert_group: the c10d name of the group over whose ranks the experts are sharded.
+    tensor_group: the ranks of it that have the same tokens, of which each sends its part; "": all have different ones.
+    num_data: the ranks of it that have different data.
     """
 
     original_class: type[nn.Module]
     layout: ExpertsLayout
     mesh: DeviceMesh
     expert_group: str
-    num_ranks: int
+    tensor_group: str
+    num_data: int
     num_experts: int
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertsState:
@@ -62,35 +66,62 @@ class _ScaledGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return the weighted sum `[..., h]` of the experts' results for tokens `[..., h]`; ids, weights: `[..., k]`."""
-    state: ExpertsState = self._weft_experts
-    shape = hidden_states.shape
-    hidden_states, top_k_index, top_k_weights = (
-        each.flatten(0, -2) for each in (hidden_states, top_k_index, top_k_weights)
+def experts_forward(
+    module: Any,
+    state: ExpertsState,
+    parameter: Callable[[str], Tensor | None],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Return the weighted sum `[..., h]` of the experts' results for tokens `[..., h]`; ids, weights: `[..., k]`.
+
+    `parameter`: returns this rank's shard of a parameter by its name.
+    """
+    inputs = [each.flatten(0, -2) for each in (hidden_states, top_k_index, top_k_weights)]
+    num_tokens = inputs[0].size(0)
+    if state.tensor_group:
+        inputs = [torch.ops.weft.scatter_to_group(each, 0, state.tensor_group) for each in inputs]
+    tokens, expert_ids, weights = inputs
+    rows, counts, *routes = torch.ops.weft.moe_dispatch(
+        tokens, expert_ids, num_experts=state.num_experts, group_name=state.expert_group
     )
-    layout = state.layout
-    up, down, up_bias, down_bias = (
-        None if name is None else local_of(self._parameters[name])
-        for name in (layout.up, layout.down, layout.up_bias, layout.down_bias)
-    )
+    if state.num_data > 1:
+        rows = _ScaledGradient.apply(rows, float(state.num_data))
+    results = _compute(module, state.layout, parameter, rows, counts)
+    if state.num_data > 1:
+        results = _ScaledGradient.apply(results, 1.0 / state.num_data)
+    if weights.dtype != torch.float32 or results.dtype == torch.float64:
+        weights = weights.to(results.dtype)
+    combined = torch.ops.weft.moe_combine(results, weights, *routes, group_name=state.expert_group)
+    if state.tensor_group:
+        combined = torch.ops.weft.gather_from_group(combined, 0, state.tensor_group, dim_size=num_tokens)
+    combined = combined.to(hidden_states.dtype)
+    result: Tensor = combined.view(hidden_states.shape)
+    return result
+
+
+def _compute(
+    module: Any, layout: ExpertsLayout, parameter: Callable[[str], Tensor | None], rows: Tensor, counts: Tensor
+) -> Tensor:
+    """Return the results `[m, h]` of this rank's experts for their rows `[m, h]`."""
+    up, down = parameter(layout.up), parameter(layout.down)
     assert up is not None and down is not None
     if layout.is_transposed:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
-    group_name = state.expert_group
-    rows, counts, *routes = torch.ops.weft.moe_dispatch(
-        hidden_states, top_k_index, num_experts=state.num_experts, group_name=group_name
-    )
-    rows = _ScaledGradient.apply(rows, float(state.num_ranks))
+    up_bias = None if layout.up_bias is None else parameter(layout.up_bias)
+    down_bias = None if layout.down_bias is None else parameter(layout.down_bias)
     hidden = torch.ops.weft.grouped_linear(rows, up, counts, up_bias)
-    hidden = self._apply_gate(hidden) if layout.has_gate else self.act_fn(hidden)
-    results = torch.ops.weft.grouped_linear(hidden, down, counts, down_bias)
-    results = _ScaledGradient.apply(results, 1.0 / state.num_ranks)
-    weights = top_k_weights
-    if weights.dtype not in (results.dtype, torch.float32) or results.dtype == torch.float64:
-        weights = weights.to(results.dtype)
-    combined: Tensor = torch.ops.weft.moe_combine(results, weights, *routes, group_name=group_name)
-    return combined.to(hidden_states.dtype).view(shape)
+    hidden = module._apply_gate(hidden) if layout.has_gate else module.act_fn(hidden)
+    results: Tensor = torch.ops.weft.grouped_linear(hidden, down, counts, down_bias)
+    return results
+
+
+def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def parameter(name: str) -> Tensor:
+        return local_of(self._parameters[name])
+
+    return experts_forward(self, self._weft_experts, parameter, hidden_states, top_k_index, top_k_weights)
 
 
 @cached

@@ -11,6 +11,7 @@ import inspect
 
 from torch import Tensor, nn
 
+from weft.strategy._plan import shard_range
 from weft.strategy.sharding.state import original_class
 
 _NUM_ARGUMENTS = 3  # of the forward: tokens, ids of experts, weights
@@ -52,6 +53,20 @@ def num_experts_of(module: nn.Module, layout: ExpertsLayout) -> int:
     weight = module._parameters[layout.down]
     assert weight is not None
     return int(weight.shape[0])
+
+
+def why_not_sharded(module: nn.Module, layout: ExpertsLayout, num_ranks: int) -> str | None:
+    """Return the reason why a module's experts cannot be sharded over so many ranks; None: they can.
+
+    Each rank must hold an expert, because FSDP2 does not shard empty parameters.
+    """
+    num_experts = num_experts_of(module, layout)
+    if shard_range(num_experts, num_ranks, num_ranks - 1)[1] > 0:
+        return None
+    return (
+        f"of its {num_experts} experts, the last of {num_ranks} ranks would hold none; use a number of ranks that "
+        "divides the number of experts"
+    )
 
 
 def layout_of(module: nn.Module) -> ExpertsLayout | None:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from weft.strategy.experts.layer import experts_forward
 from weft.strategy.modules.precision import in_precision
 from weft.strategy.modules.sharded_errors import explaining_errors
 from weft.strategy.modules.stepped_mlp import stepped_mlp_of
@@ -184,6 +185,11 @@ def _fused_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
     return stepped.call(operator, (parameters[0], parameters[-1], None if w3 is None else parameters[1]))
 
 
+def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    shard_of = functools.partial(_local_shard_of, self)
+    return experts_forward(self, self._weft_state.experts, shard_of, hidden_states, top_k_index, top_k_weights)
+
+
 def _dropout_forward(self: Any, input: Tensor) -> Tensor:
     if not self.training or self.p == 0.0:
         return input
@@ -281,7 +287,8 @@ def _getattr_of(cls: type[nn.Module]) -> Callable[[nn.Module, str], Any]:
         if not isinstance(value, DTensor) or not inside_forward():
             return value
         state = self.__dict__["_weft_state"]
-        if state.style == "gather_weights" and not is_full(value):
+        # FSDP2, too, reads its shards in a forward.
+        if state.style == "gather_weights" and not is_full(value) and value.device_mesh == state.mesh:
             return _gather_parameter(self, name, state)
         if is_full(value):
             sums_gradients = state.style == "replicate_sum_gradients"
@@ -321,6 +328,7 @@ _STYLED_FORWARDS = {
     "row_split_input": _row_split_input_forward,
     "vocab_embedding": _vocab_embedding_forward,
     "vocab_head": _vocab_head_forward,
+    "experts": _experts_forward,
     "column_row_mlp": _fused_forward,
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.strategy.experts.recognition import layout_of, why_not_sharded
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.recognition import attention, mlp_layers, probe
 from weft.strategy.recognition.assignments import Assignment, Assignments, assign_gate_up_mlp, assign_mlp, join
@@ -55,8 +56,10 @@ def assign_auto(
             skipped += 1
             result.notes.append(f"{name}: skipped: its parameters are DTensors already")
             continue
-        used = _assign_mlp(result, name, module, num_holders, unassigned, evidence) or _assign_embedding(
-            result, model, name, module, num_holders, evidence
+        used = (
+            _assign_experts(result, name, module)
+            or _assign_mlp(result, name, module, num_holders, unassigned, evidence)
+            or _assign_embedding(result, model, name, module, num_holders, evidence)
         )
         claimed.update(id(layer) for layer in used)
     if tp_size > 1:
@@ -225,6 +228,18 @@ def _has_dtensors(module: nn.Module) -> bool:
 
 def _layers(module: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
     return [child_of(module, name) for name in names]
+
+
+def _assign_experts(result: Assignments, name: str, module: nn.Module) -> list[nn.Module]:
+    layout = layout_of(module)
+    if layout is None:
+        return []
+    reason = why_not_sharded(module, layout, result.tp_size)
+    if reason is None:
+        result.styles[name] = Assignment("experts")
+    else:
+        result.keep_replicated(name, reason)
+    return list(module.modules())
 
 
 def _assign_mlp(

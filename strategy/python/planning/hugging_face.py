@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from weft.strategy import _plan
+from weft.strategy.experts.recognition import find_experts
 from weft.strategy.planning.plan_text import HUGGING_FACE_STYLES
 from weft.strategy.planning.rules import assign_rules
 from weft.strategy.recognition import attention, mlp_layers
@@ -53,9 +54,12 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
     modules = dict(model.named_modules(remove_duplicate=False))
     evidence = Evidence(model, tp_size, verify, example)
     result = Assignments(tp_size, remarks=evidence.remarks())
+    of_experts = [join(name, each) for name, layout in find_experts(model).items() for each in layout.names]
     for name, values in plans.items():
         rules = []
         for pattern, value in values.items():
+            if any(_plan.matches(join(name, pattern), parameter) for parameter in of_experts):
+                continue  # the rule for the module shards its parameters
             rule = _plan.Rule(join(name, pattern), style_of(pattern, value))
             if any(_plan.matches(rule.pattern, module) for module in modules):
                 rules.append(rule)

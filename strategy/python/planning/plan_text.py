@@ -26,6 +26,7 @@ HUGGING_FACE_STYLES = {
     "rowwise_rep": "row_split_input",
     "local_colwise": "column",
     "local_rowwise": "row",
+    "moe_tp_experts": "experts",
 }
 PRESETS = ("auto", "huggingface")
 KINDS = (

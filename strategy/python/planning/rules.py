@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.strategy import _plan
+from weft.strategy.experts.recognition import layout_of, why_not_sharded
 from weft.strategy.modules.activation_checkpointing import why_not_wrapped
 from weft.strategy.modules.parallel_classes import check_no_fsdp_children
 from weft.strategy.recognition import attention, mlp_layers, probe
@@ -27,7 +28,7 @@ from weft.strategy.sharding.remote_layers import RemoteLayer, names_with_remote_
 from weft.strategy.verification.evidence import Evidence, assign_gathered, assign_group
 from weft.strategy.verification.fit import check_fit
 
-_CONTAINER_STYLES = ("column_row_mlp", "attention", "sequence_parallel")
+_CONTAINER_STYLES = ("column_row_mlp", "attention", "experts", "sequence_parallel")
 # Styles with which the module's own forward runs.
 _STYLES_WITH_OWN_FORWARD = ("sequence_parallel", "replicate", "replicate_sum_gradients", "ignore")
 
@@ -234,6 +235,18 @@ def _assign_own_forward(result: Assignments, name: str, module: nn.Module, rule:
     result.styles[name] = Assignment(rule.style)
 
 
+def _assign_experts(result: Assignments, name: str, module: nn.Module, rule: _plan.Rule) -> None:
+    layout = layout_of(module)
+    reason = "it has no parameters gate_up_proj and down_proj, [experts, ...], in the form of Transformers"
+    if layout is not None:
+        reason = why_not_sharded(module, layout, result.tp_size) or ""
+    if reason:
+        raise ValueError(
+            f"parallelize: style 'experts' cannot shard {display_name(name)}: {reason}; use style 'replicate'."
+        )
+    result.styles[name] = Assignment(rule.style)
+
+
 _ASSIGN: dict[str, Callable[[Assignments, str, nn.Module, _plan.Rule], None]] = {
     "column": _assign_linear,
     "column_gather_output": _assign_linear,
@@ -241,6 +254,7 @@ _ASSIGN: dict[str, Callable[[Assignments, str, nn.Module, _plan.Rule], None]] = 
     "row_split_input": _assign_row_split_input,
     "vocab_embedding": _assign_embedding,
     "vocab_head": _assign_linear,
+    "experts": _assign_experts,
     "sequence_parallel": _assign_own_forward,
     "replicate": _assign_own_forward,
     "replicate_sum_gradients": _assign_own_forward,

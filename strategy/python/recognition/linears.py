@@ -100,6 +100,8 @@ def shard_dims(module: nn.Module, style: str) -> dict[str, int]:
     if style == "gather_weights":
         parameters = {name: p for name, p in module._parameters.items() if p is not None}
         return {name: longest_dim(p) for name, p in parameters.items() if is_worth_gathering(p)}
+    if style == "experts":
+        return dict.fromkeys((name for name, p in module._parameters.items() if p is not None), 0)
     return {"weight": 0} if style == "vocab_embedding" else {}
 
 

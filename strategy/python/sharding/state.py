@@ -65,6 +65,7 @@ class ModuleState:
     precision: torch.dtype | None = None  # the dtype that it computes in; None: no rule names one
     local_attributes: tuple[tuple[str, int], ...] = ()  # (name, value on this rank in the forward), as for head counts
     dropout_inputs: tuple[ShardedDim, ...] = ()  # for an nn.Dropout between column and row layers: sharded dim by input
+    experts: Any = None  # `ExpertsState` of a module with the style experts
     scope: Scope | None = None  # of a column or row layer: outside of this forward, its activations are full
     own_scope: Scope | None = None  # of the smallest module that contains a group of such layers: its forward
     plan_key: Any = None  # on the root: `key()` of the applied plan, by which another plan is detected

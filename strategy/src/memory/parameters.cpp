@@ -124,6 +124,7 @@ std::string_view unsupported_reason(const std::string& module,
     case Style::kRowSplitInput:
     case Style::kAttention:
     case Style::kVocabHead:
+    case Style::kExperts:
     case Style::kSequenceParallel:
     case Style::kReplicateSumGradients:
     case Style::kIgnore:

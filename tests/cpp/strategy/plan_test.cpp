@@ -28,6 +28,7 @@ TEST(Style, ParseReadsWhatToStringPrints) {
                                            "attention",
                                            "vocab_embedding",
                                            "vocab_head",
+                                           "experts",
                                            "sequence_parallel",
                                            "replicate",
                                            "replicate_sum_gradients",
@@ -37,7 +38,8 @@ TEST(Style, ParseReadsWhatToStringPrints) {
 // As listed in error messages.
 constexpr std::string_view kStyleNames =
     "column, column_gather_output, row, row_split_input, column_row_mlp, attention, "
-    "vocab_embedding, vocab_head, sequence_parallel, replicate, replicate_sum_gradients, ignore";
+    "vocab_embedding, vocab_head, experts, sequence_parallel, replicate, replicate_sum_gradients, "
+    "ignore";
 
 TEST(Style, ErrorNamesTheValidOnesAndTheNearest) {
   const auto expected = [](const std::string& text, const std::string& nearest) {

@@ -15,6 +15,7 @@ enum class Style {
   kAttention,              // by heads: query, key and value by column, output by row
   kVocabEmbedding,         // an embedding's rows, that is, its vocabulary
   kVocabHead,              // an output layer's rows; the loss is computed from sharded logits
+  kExperts,                // a mixture's experts, each on one rank; tokens travel to their experts
   kSequenceParallel,       // replicated, computes on this rank's tokens; gradients are summed
   kReplicate,              // replicated on every rank
   kReplicateSumGradients,  // replicated, with partial gradients on each rank that are summed
