@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,6 +19,9 @@ from torch.utils.data import DataLoader
 from support.hugging_face import EXPERT_CONFIGS, VOCAB, language_model
 from support.ranks import run_on_ranks
 from weft.lightning import WeftModelParallelStrategy
+from weft.strategy.checkpoint.manifest import Manifest
+from weft.strategy.data_parallel import sharded_states_of
+from weft.strategy.data_parallel.local import local_shard
 
 OTHER_FAMILIES = [family for family in EXPERT_CONFIGS if family != "mixtral"]
 ROWS, TOKENS, STEPS = 4, 9, 10
@@ -40,8 +45,9 @@ LAYOUTS = {
 class Tokens(L.LightningModule):
     """Trains a language model with experts on the next token; records losses and gradient norms."""
 
-    def __init__(self, family: str = "mixtral", **changes: Any) -> None:
+    def __init__(self, family: str = "mixtral", *, clips: bool = True, **changes: Any) -> None:
         super().__init__()
+        self.clips = clips
         torch.manual_seed(3)
         self.model = language_model(family, **changes)
         self.losses: list[float] = []
@@ -55,7 +61,8 @@ class Tokens(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(self.trainer.callback_metrics["loss"].item())
-        self.norms.append(self.trainer.callback_metrics["gradient_norm"].item())
+        if self.clips:
+            self.norms.append(self.trainer.callback_metrics["gradient_norm"].item())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -119,3 +126,80 @@ def test_training_matches_one_device(
         torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-9, atol=0)
         if "weights" in found:
             assert_same_weights(found["weights"], expected["weights"], 1e-10)
+
+
+def run_epochs(
+    rank: int, world_size: int, folder: str, layout: str, num_epochs: int, ckpt_path: str | None, saves: str | None
+) -> dict[str, Tensor]:
+    set_torchrun_environment(rank, world_size)
+    module = Tokens("mixtral", clips=False)
+    run = trainer(world_size, strategy_of(layout, STAGES.get(layout)), folder, max_epochs=num_epochs)
+    run.fit(module, loader(data_rank_of(rank, layout), LAYOUTS[layout][1]), ckpt_path=ckpt_path)
+    if saves is not None:
+        run.save_checkpoint(saves)
+    return {} if "pp2" in layout else weights(module)
+
+
+STAGES = {"dp2,ep2": 1, "dp4,ep4": 0, "dp4,ep2": 3}
+
+
+def test_checkpoints_resume_on_other_layouts(tmp_path: Path) -> None:
+    """Experts are saved by any number of ranks, and read by any other; optimizer states, too."""
+    common: dict[str, Any] = {"folder": str(tmp_path), "ckpt_path": None, "saves": None}
+    [expected] = run_on_ranks(1, run_epochs, **common, layout="tp1", num_epochs=2)
+    chain = ["dp2,ep2", "dp4,ep4", "dp4,ep2", "tp2", "tp1", "pp2,dp2,ep2", "dp2,ep2,tp2", "dp2,ep2"]
+    for source, target in itertools.pairwise(chain):
+        path = f"{tmp_path}/{source}.ckpt"
+        run_on_ranks(LAYOUTS[source][0], run_epochs, **{**common, "saves": path}, layout=source, num_epochs=1)
+        case = {**common, "ckpt_path": path, "layout": target, "num_epochs": 2}
+        for resumed in run_on_ranks(LAYOUTS[target][0], run_epochs, **case):
+            if resumed:
+                assert_same_weights(resumed, expected, rtol=1e-9)
+    about = Manifest.read(f"{tmp_path}/dp4,ep2.ckpt").about["mesh"]
+    assert about == {"data_parallel": 4, "tensor_parallel": 1, "expert_parallel": 2}
+
+
+def expert_bytes(rank: int, world_size: int, folder: str, layout: str, stage: int) -> dict[str, int]:
+    """Return the bytes of this rank's experts: of parameters, gradients and Adam's moments."""
+    set_torchrun_environment(rank, world_size)
+    module = Adam("qwen3_moe", num_experts=8, clips=False)
+    run = trainer(world_size, strategy_of(layout, stage), folder, limit_train_batches=1)
+    run.fit(module, loader(data_rank_of(rank, layout), LAYOUTS[layout][1]))
+    [optimizer] = run.optimizers
+    states = sharded_states_of(optimizer)
+    found = {"parameters": 0, "gradients": 0, "moments": 0}
+    for name, parameter in module.named_parameters():
+        if "experts" in name:
+            key = parameter if states is None else states.flat_shard_of(parameter)
+            found["parameters"] += local_shard(parameter).nbytes
+            found["gradients"] += module.gradient_bytes[name]
+            found["moments"] += sum(
+                local_shard(optimizer.state[key][each]).nbytes for each in ("exp_avg", "exp_avg_sq")
+            )
+    return found
+
+
+class Adam(Tokens):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        named = self.named_parameters()
+        self.gradient_bytes = {name: local_shard(p.grad).nbytes for name, p in named if p.grad is not None}
+
+
+def test_memory_of_experts_is_proportional_to_their_ranks(tmp_path: Path) -> None:
+    [full] = run_on_ranks(1, expert_bytes, folder=str(tmp_path), layout="tp1", stage=0)
+    assert full["parameters"] == 2 * 8 * 3 * 32 * 24 * 8
+    for layout, stage, held, stepped in (
+        ("dp2,ep2", 0, 2, 2),
+        ("dp4,ep4", 0, 4, 4),
+        ("dp4,ep2", 1, 2, 4),
+        ("dp4,ep2", 3, 4, 4),
+        ("dp2,ep2,tp2", 0, 4, 4),
+        ("tp2", 0, 2, 2),
+    ):
+        for found in run_on_ranks(LAYOUTS[layout][0], expert_bytes, folder=str(tmp_path), layout=layout, stage=stage):
+            assert found["parameters"] * held == full["parameters"], layout
+            assert found["gradients"] * held == full["gradients"], layout
+            assert found["moments"] * stepped == full["moments"], layout
