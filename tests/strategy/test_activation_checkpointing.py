@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import weft
+from support.hugging_face import VOCAB, language_model
 from support.models import EncoderClassifier, Gpt2, Llama, LlamaArgs, token_batches
 from support.parity import assert_close, assert_same_training, tensor_parallel
 from support.ranks import on_ranks
@@ -339,3 +340,25 @@ def test_offloaded_inputs_leave_the_device() -> None:
         del y, block
     assert allocated[False] - allocated[True] == 3 * x.nbytes  # the outputs that are the next block's input
     assert torch.equal(gradients[False], gradients[True])
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_recomputation_finds_caches_as_they_were(policy: str, has_prefix: bool) -> None:
+    """Models of Transformers add each call's keys and values to a cache, which may have a prefix, also in training."""
+    torch.manual_seed(0)
+    expected_model = language_model("llama").train()
+    assert expected_model.config.use_cache
+    model = copy.deepcopy(expected_model)
+    checkpoint_activations(model, policy)
+    ids, prefix = torch.randint(0, VOCAB, (2, 9)), torch.randint(0, VOCAB, (2, 3))
+    lengths, gradients = [], []
+    for each in (expected_model, model):
+        cache = each(prefix).past_key_values if has_prefix else None
+        result = each(ids, past_key_values=cache)
+        lengths.append(result.past_key_values.get_seq_length())
+        result.logits.logsumexp(-1).mean().backward()
+        gradients.append([parameter.grad for parameter in each.parameters()])
+    assert lengths == [12 if has_prefix else 9] * 2
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)

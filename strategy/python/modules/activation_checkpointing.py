@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from weft.strategy._plan import matches
+from weft.strategy.modules.argument_caches import caches_as_now
 from weft.strategy.modules.kept_recomputation import checkpoint
 from weft.strategy.modules.offload import OffloadedModule
 from weft.strategy.sharding.remote_layers import RemoteLayer
@@ -243,11 +244,10 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
 
     # With offload, the tensors among the keyword arguments are the last len(names) entries of `args`, and `names` has
     # their names: save_on_cpu offloads only tensors that are positional arguments.
-    def run(
-        self: nn.Module, make_lengths_context: Any, join: Any, kwargs: dict[str, Any], names: list[str], *args: Any
-    ) -> Any:
+    def run(self: nn.Module, restore: _Restore, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:
         num_args = len(args) - len(names)
-        args, kwargs = join((args[:num_args], {**kwargs, **dict(zip(names, args[num_args:], strict=True))}))
+        args, kwargs = restore((args[:num_args], {**kwargs, **dict(zip(names, args[num_args:], strict=True))}))
+        make_lengths_context = restore.make_lengths_context
         with contextlib.nullcontext() if make_lengths_context is None else make_lengths_context():
             return own_forward(self, *args, **kwargs)
 
@@ -259,13 +259,35 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
             names = [name for name, value in kwargs.items() if offload and isinstance(value, Tensor)]
             if names:
                 kwargs = {name: kwargs[name] for name in sorted(kwargs, key=names.__contains__)}  # as `run` joins them
-            (args, kwargs), join = _without_sequences((args, kwargs))
+            restore = _Restore(self, args, kwargs)
+            args, kwargs = restore.without_sequences
             others = {name: value for name, value in kwargs.items() if name not in names}
-            args = (self, _lengths_context(self), join, others, names, *args, *(kwargs[name] for name in names))
+            args = (self, restore, others, names, *args, *(kwargs[name] for name in names))
             return checkpoint(run, *args, contexts=contexts)
 
     namespace = {"__module__": cls.__module__, "forward": forward, "checkpoint_mode": (mode, offload)}
     return type(cls.__name__, (CheckpointedModule, cls), namespace)
+
+
+class _Restore:
+    """Makes the arguments of a module's forwards, from shards of those that it was called with.
+
+    without_sequences: the arguments with shards in place of sequences that context parallelism shards.
+    make_lengths_context: see `_lengths_context`.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.make_lengths_context = _lengths_context(module)
+        self._caches = None if torch.compiler.is_compiling() else caches_as_now(args, kwargs)
+        self._is_again = False
+        self.without_sequences, self._join = _without_sequences((args, kwargs))
+
+    def __call__(self, arguments: Any) -> Any:
+        args, kwargs = self._join(arguments)
+        if self._caches is not None and self._is_again:
+            args, kwargs = self._caches(args, kwargs)
+        self._is_again = True
+        return args, kwargs
 
 
 def _without_sequences(arguments: Any) -> tuple[Any, Any]:
