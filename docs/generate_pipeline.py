@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from weft.strategy._plan import default_stages_per_rank
 from weft.strategy.pipeline import SCHEDULES, Schedule, StageCost, draw
 
 DOCS = Path(__file__).resolve().parent
@@ -13,14 +14,13 @@ FOLDER = DOCS / "pipeline"
 BEGIN = "<!-- figures: written by docs/generate_pipeline.py -->\n"
 END = "<!-- end of figures -->\n"
 NUM_RANKS, NUM_MICRO_BATCHES = 4, 8
-SEVERAL_STAGES = ("interleaved", "looped_bfs")
 
 
 def figures() -> dict[str, str]:
     """Return the SVG of each kind of schedule."""
     result = {}
     for kind in SCHEDULES:
-        stages = 2 if kind in SEVERAL_STAGES else 1
+        stages = default_stages_per_rank(kind)
         schedule = Schedule.generate(kind, NUM_RANKS, NUM_MICRO_BATCHES, stages).merge_backwards()
         # With two stages per rank, each has half the layers.
         share = 1 / stages

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 ZERO_STAGES = (0, 1, 2, 3)
 # Under Fabric, arguments of `pipeline_step` replace two of these options, and the module that is set up is divided.
 TRAINER_ONLY = frozenset({"pipeline_module", "split_batch", "micro_batch_weight", "resume"})
-_SEVERAL_STAGES = ("interleaved", "looped_bfs")  # schedules with several stages on a rank
 _DEFAULT_SIZES = {
     "data_replicate_size": 1,
     "data_parallel_size": "auto",
@@ -151,8 +150,8 @@ class Options:
             else "".
         pipeline_parallel_size: the number of ranks of a pipeline, each with one stage or, with more cuts, several. In
             `layout`, it is the size "pp", as in "pp2,dp2,tp2".
-        pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive", or a
-            `weft.strategy.pipeline.Schedule`.
+        pipeline_schedule: "1f1b", "gpipe", "zero_bubble", "interleaved", "looped_bfs", "naive"; "zbv", "dualpipev",
+            "v_half", "v_min", which have two stages on each rank; or a `weft.strategy.pipeline.Schedule`.
         num_micro_batches: micro-batches per batch; None: the number of a given `Schedule`, else twice the number of the
             pipeline's ranks.
         micro_batch_shares: the relative sizes of micro-batches instead of their number, such as [1, 2, 1]; None: as
@@ -424,15 +423,18 @@ class Options:
         self._validate_schedule(owner, sizes)
 
     def _validate_cuts(self, owner: str, sizes: Sizes) -> None:
-        from weft.strategy.pipeline.auto_cuts import auto_of
+        from weft.strategy.pipeline import SCHEDULES, AutoCuts, Schedule
+        from weft.strategy.pipeline.auto_cuts import auto_of, num_stages_of
 
+        schedule = self.pipeline_schedule
         cuts = self.pipeline_cuts
         if (auto := auto_of(cuts)) is not None:
             self._validate_auto(owner, sizes, auto)
             return
         if isinstance(cuts, str) or not isinstance(cuts, Sequence) or not all(isinstance(cut, str) for cut in cuts):
             raise TypeError(f"{owner} got pipeline_cuts={cuts!r}; pass a list of module names, or 'auto'.")
-        one_per_rank = isinstance(self.pipeline_schedule, str) and self.pipeline_schedule not in _SEVERAL_STAGES
+        is_named = isinstance(schedule, str) and schedule in SCHEDULES  # else, _validate_schedule checks it
+        one_per_rank = is_named and num_stages_of(AutoCuts(), schedule, 1) == 1
         if cuts and sizes.pipeline_parallel == 1 and one_per_rank:
             raise ValueError(
                 f"{owner}: {len(cuts)} pipeline_cuts make {len(cuts) + 1} stages for one pipeline-parallel rank; "
@@ -443,6 +445,11 @@ class Options:
                 f"{owner}: {len(cuts)} pipeline_cuts make {len(cuts) + 1} stages for {sizes.pipeline_parallel} "
                 "pipeline-parallel ranks; name cuts for as many stages, or for a multiple."
             )
+        if is_named:
+            try:  # raises for a number of stages per rank that the schedule does not support
+                Schedule.generate(schedule, sizes.pipeline_parallel, 1, (len(cuts) + 1) // sizes.pipeline_parallel)
+            except ValueError as error:
+                raise ValueError(f"{owner}: {error}.") from None
 
     def _validate_auto(self, owner: str, sizes: Sizes, auto: AutoCuts) -> None:
         from weft.strategy.pipeline import SCHEDULES, Schedule

@@ -91,7 +91,7 @@ class ReplicaMixin:
     def _replicas(self, strategy: Any, pl_module: Any) -> Iterator[Replica]:
         from weft.strategy.faults import Replica, replicas_of
 
-        names, tied = parameter_names(pl_module), _names_on_several_stages(pl_module)
+        names, tied = parameter_names(pl_module), _names_on_several_ranks(pl_module)
         stage_axis = PIPELINE_AXIS if PIPELINE_AXIS in strategy.device_mesh.mesh_dim_names else None
         for each in replicas_of(names, strategy.optimizers, strategy.device_mesh, stage_axis=stage_axis, tied=tied):
             yield Replica(each.name, each.local, each.axes & self._axes)
@@ -114,12 +114,13 @@ class ReplicaMixin:
         )
 
 
-def _names_on_several_stages(module: Any) -> set[str]:
-    """Return the names, in checkpoints, of this rank's parameters of which other stages have copies."""
+def _names_on_several_ranks(module: Any) -> set[str]:
+    """Return the names, in checkpoints, of this rank's parameters of which stages of other ranks have copies."""
     from weft.strategy.pipeline import find_staged
     from weft.strategy.recognition.assignments import join
 
     if (found := find_staged(module)) is None:
         return set()
     prefix, staged = found
-    return {unwrapped(join(prefix, first)) for first in staged.names_of_copies().values()}
+    elsewhere = {each.name_on[min(each.name_on)] for each in staged.tied if not each.name_on.keys() <= {*staged.stages}}
+    return {unwrapped(join(prefix, first)) for first in staged.names_of_copies().values() if first in elsewhere}

@@ -366,6 +366,14 @@ void bind_pipeline(py::module_& module) {
     kinds[i] = py::str(std::string(to_string(all_schedule_kinds()[i])));
   }
   module.attr("SCHEDULES") = kinds;
+  module.def(
+      "default_stages_per_rank",
+      [](const std::string& kind) { return default_stages_per_rank(parse_schedule_kind(kind)); },
+      py::arg("kind"));
+  module.def(
+      "splits_backwards",
+      [](const std::string& kind) { return splits_backwards(parse_schedule_kind(kind)); },
+      py::arg("kind"));
   bind_action(module);
   bind_simulation(module);
   bind_schedule(module);

@@ -88,7 +88,7 @@ def _add_estimate(commands: Any) -> None:
 
 def _add_pipeline(dry_run: Any, micro_batches_help: str) -> None:
     dry_run.add_argument("--pipeline-cuts", help="auto (default), or the first modules of all stages but the first")
-    dry_run.add_argument("--pipeline-schedule", help="1f1b (default), gpipe, interleaved, zero_bubble, ...")
+    dry_run.add_argument("--pipeline-schedule", help="1f1b (default), gpipe, interleaved, zero_bubble, zbv, ...")
     dry_run.add_argument("--num-micro-batches", type=int, help=micro_batches_help)
     dry_run.add_argument("--pipeline-module", help="the submodule of a LightningModule to divide into stages")
 

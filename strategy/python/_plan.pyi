@@ -366,6 +366,13 @@ def shard_range(dim_size: int, num_ranks: int, rank: int) -> tuple[int, int]:
     """
 
 SCHEDULES: Final[tuple[str, ...]]
+
+def default_stages_per_rank(kind: str) -> int:
+    """The stages of a rank for a kind in `SCHEDULES`, if no number is given: 1, or 2 for kinds for several stages."""
+
+def splits_backwards(kind: str) -> bool:
+    """Whether schedules of a kind in `SCHEDULES` have backwards in two halves."""
+
 """The kinds of schedules that `Schedule.generate` supports; see docs/schedules.md."""
 
 @final
@@ -483,9 +490,13 @@ class Schedule:
 
     @staticmethod
     def generate(kind: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> Schedule:
-        """A schedule of a kind in `SCHEDULES`, of compute actions only; stage s is on rank s % num_ranks.
+        """A schedule of a kind in `SCHEDULES`, of compute actions only.
 
-        ValueError: a number below 1, or several stages per rank for "1f1b" or "zero_bubble".
+        Stage s is on rank s % num_ranks; for "zbv", "dualpipev", "v_half" and "v_min", rank r has the stages r and
+        2 * num_ranks - 1 - r.
+
+        ValueError: a number below 1, several stages per rank for "1f1b" or "zero_bubble", or another number than two
+        for the four kinds above.
         """
 
     @property
@@ -702,10 +713,10 @@ def tune(
     and even sizes are not.
 
     Args:
-        stages: stage s is on rank s % num_ranks.
+        stages: on the ranks of `Schedule.generate`.
         batch_size: samples of a training step.
         kinds: from `SCHEDULES`. Default: "naive", "gpipe", "1f1b" and "zero_bubble" for one stage per rank; "naive",
-            "interleaved" and "looped_bfs" for several.
+            "interleaved" and "looped_bfs" for several; for two, also "zbv", "dualpipev", "v_half" and "v_min".
         micro_batch_counts: the numbers of micro-batches. Default: 1, 2, 3, 4, 6, 8, 12 and so on, up to `batch_size`.
         memory_limit: the most bytes of a rank. None: no limit.
         tapers: whether uneven sizes are tried, too.

@@ -49,6 +49,9 @@ OPTIONS: dict[str, Option] = {
     'pipeline_schedule="interleaved"': _strategy(
         "pp", pipeline_schedule="interleaved", pipeline_cuts=["layers.1", "layers.2", "layers.3"]
     ),
+    'pipeline_schedule="zbv"': _strategy(
+        "pp", pipeline_schedule="zbv", pipeline_cuts=["layers.1", "layers.2", "layers.3"]
+    ),
     "optimizer_in_backward=True": _strategy(optimizer_in_backward=True),
     'optimizer_in_backward="rows"': _strategy(optimizer_in_backward="rows"),
     'activation_checkpointing="full"': _strategy(activation_checkpointing="full"),

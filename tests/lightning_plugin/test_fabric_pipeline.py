@@ -16,6 +16,7 @@ from support.models import Llama, LlamaArgs, token_batches
 from support.parity import full
 from support.ranks import on_ranks, run_on_ranks
 from weft.lightning.fabric import WeftModelParallelStrategy
+from weft.strategy._plan import default_stages_per_rank
 from weft.strategy.pipeline import SCHEDULES
 
 ARGS = LlamaArgs(n_layers=4, tie_head=True, dtype=torch.float64)
@@ -146,7 +147,7 @@ def test_steps_in_backward(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_every_schedule_matches_one_device(rank: int, world_size: int, kind: str) -> None:
     set_torchrun_environment(rank, world_size)
-    cuts = "auto" if kind in ("interleaved", "looped_bfs") else ["layers.2"]
+    cuts = "auto" if default_stages_per_rank(kind) == 2 else ["layers.2"]
     fabric = fabric_with(world_size, layout="pp2", pipeline_cuts=cuts, pipeline_schedule=kind, num_micro_batches=3)
     model, optimizer = set_up(fabric)
     expected = reference()

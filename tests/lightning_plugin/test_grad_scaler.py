@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision
-from lightning_plugin.scripts.pipeline_models import Text, pipeline_strategy, text_loader
+from lightning_plugin.scripts.pipeline_models import CUTS, Text, pipeline_strategy, text_loader
 from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer, weights
 from torch import nn
 from torch.amp import GradScaler
@@ -65,6 +65,7 @@ LAYOUTS = [
     (2, "dp2", {"zero_stage": 1}),
     (2, "pp2", {}),
     (4, "pp2,tp2", {"pipeline_schedule": "zero_bubble"}),
+    (2, "pp2", {"pipeline_schedule": "zbv", "pipeline_cuts": CUTS[4]}),
 ]
 
 

@@ -203,6 +203,10 @@ def test_equal_replicas_of_stages(tmp_path: Path, optimizer: str) -> None:
     for options in ({}, {"pipeline_cuts": CUTS[4], "pipeline_schedule": "interleaved"}):
         results = run_on_ranks(2, _fit_stages, layout="pp2", options=options, **case)
         assert [(text, num_compared) for text, num_compared, _ in results] == [("", tied)] * 2
+    # In a V, both copies are on rank 0.
+    options = {"pipeline_cuts": CUTS[4], "pipeline_schedule": "zbv"}
+    results = run_on_ranks(2, _fit_stages, layout="pp2", options=options, **case)
+    assert [(text, num_compared) for text, num_compared, _ in results] == [("", 0)] * 2
 
 
 def test_equal_replicas_of_sharded_stages(tmp_path: Path) -> None:

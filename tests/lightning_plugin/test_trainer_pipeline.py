@@ -58,6 +58,23 @@ LAYOUTS = {
             "micro_batch_shares": [1, 2, 1],
         },
     ),
+    "pp2 zbv": (2, "pp2", {"pipeline_cuts": CUTS[4], "pipeline_schedule": "zbv", "num_micro_batches": 4}),
+    "pp2 v_half": (
+        2,
+        "pp2",
+        {
+            "pipeline_cuts": CUTS[4],
+            "pipeline_schedule": "v_half",
+            "num_micro_batches": None,
+            "micro_batch_shares": [1, 3, 1],
+        },
+    ),
+    "pp2 tp2 v_min": (4, "pp2,tp2", {"pipeline_cuts": CUTS[4], "pipeline_schedule": "v_min"}),
+    "pp2 dp2 zero1 dualpipev": (
+        4,
+        "pp2,dp2",
+        {"pipeline_cuts": CUTS[4], "pipeline_schedule": "dualpipev", "zero_stage": 1},
+    ),
     "pp4": (4, "pp4", {"num_micro_batches": 4}),
     "pp2 tp2": (4, "pp2,tp2", {}),
     "pp2 dp2 zero3": (4, "pp2,dp2", {"zero_stage": 3}),
@@ -86,7 +103,12 @@ def test_matches_one_device(tmp_path: Path, model: str) -> None:
 
 IN_BACKWARD = {
     "adamw": [(2, "pp2", {"pipeline_cuts": CUTS[4], "pipeline_schedule": "interleaved"})],
-    "head, accumulated": [(2, "pp2", {}), (4, "pp2,dp2", {"zero_stage": 3}), (4, "pp2,dp2", {"zero_stage": 0})],
+    "head, accumulated": [
+        (2, "pp2", {}),
+        (2, "pp2", {"pipeline_cuts": CUTS[4], "pipeline_schedule": "zbv"}),
+        (4, "pp2,dp2", {"zero_stage": 3}),
+        (4, "pp2,dp2", {"zero_stage": 0}),
+    ],
     "sgd": [(2, "pp2", {}), (4, "pp2,dp2", {"zero_stage": 0})],  # clips by norm: steps after the backward
 }
 

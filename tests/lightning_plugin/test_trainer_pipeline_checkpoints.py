@@ -8,11 +8,18 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning_plugin.scripts.pipeline_models import Text, pipeline_strategy, text_loader
+from lightning_plugin.scripts.pipeline_models import CUTS, Text, pipeline_strategy, text_loader
 from lightning_plugin.scripts.plugin_models import set_torchrun_environment, trainer, weights
 from torch import Tensor
 
 from support.ranks import run_on_ranks
+
+
+def strategy_of(layout: str) -> Any:
+    """Return the strategy of a layout, such as "pp4", or of a layout and a V-shaped schedule, such as "pp2 zbv"."""
+    sizes, _, schedule = layout.partition(" ")
+    options = {"pipeline_cuts": CUTS[2 * int(sizes[2])], "pipeline_schedule": schedule} if schedule else {}
+    return pipeline_strategy(sizes, **options)
 
 
 class Improving(Text):
@@ -27,7 +34,7 @@ def train_with_callbacks(rank: int, world_size: int, folder: str, strategy: Any)
     set_torchrun_environment(rank, world_size)
     best = ModelCheckpoint(dirpath=Path(folder) / str(world_size), monitor="val_loss", save_last=True)
     stop = EarlyStopping("val_loss", patience=2)
-    strategy = pipeline_strategy() if strategy == "staged" else strategy
+    strategy = strategy if strategy == "auto" else strategy_of(strategy)
     run = trainer(
         world_size,
         strategy,
@@ -45,11 +52,13 @@ def train_with_callbacks(rank: int, world_size: int, folder: str, strategy: Any)
 def test_callbacks_on_validation_metric_match_one_device(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, train_with_callbacks, folder=str(tmp_path), strategy="auto")
     assert expected["epoch"] == 4 and expected["lr"][0] < 1e-2
-    assert run_on_ranks(2, train_with_callbacks, folder=str(tmp_path), strategy="staged") == [expected, expected]
+    for strategy in ("pp2", "pp2 zbv"):
+        found = run_on_ranks(2, train_with_callbacks, folder=str(tmp_path / strategy), strategy=strategy)
+        assert found == [expected, expected]
 
 
 def fit_two_epochs(world_size: int, folder: Path, layout: str, **options: Any) -> tuple[L.Trainer, Text]:
-    strategy: Any = "auto" if layout == "auto" else pipeline_strategy(layout)
+    strategy: Any = "auto" if layout == "auto" else strategy_of(layout)
     run, model = trainer(world_size, strategy, folder, max_epochs=2), Text("adamw")
     run.fit(model, text_loader(), text_loader(7), **options)
     return run, model
@@ -75,7 +84,7 @@ def train_and_resume(
     first, *others = layouts
     path = Path(folder) / (source or f"{first}.ckpt")
     if source is None:
-        run, model = trainer(world_size, pipeline_strategy(first), folder), Text("adamw")
+        run, model = trainer(world_size, strategy_of(first), folder), Text("adamw")
         run.fit(model, text_loader(), text_loader(7))
         run.save_checkpoint(path)
     results = {}
@@ -89,6 +98,23 @@ def test_resumes_on_other_stage_counts(tmp_path: Path) -> None:
     [expected] = run_on_ranks(1, train_one_device, folder=str(tmp_path))
     found = run_on_ranks(4, train_and_resume, folder=str(tmp_path), layouts=["pp2,tp2", "pp4", "pp2,tp2"], source=None)
     found += run_on_ranks(2, train_and_resume, folder=str(tmp_path), layouts=["", "pp2"], source="one.ckpt")
+    assert_same_results(found, expected)
+
+
+def test_resumes_under_other_schedules(tmp_path: Path) -> None:
+    """In a V, rank 0 has the first and the last layers, and one tied weight under two names."""
+    [expected] = run_on_ranks(1, train_one_device, folder=str(tmp_path))
+    found = run_on_ranks(
+        2, train_and_resume, folder=str(tmp_path), layouts=["pp2 zbv", "pp2", "pp2 v_min", "pp2 zbv"], source=None
+    )
+    layouts = ["pp2", "pp2 zbv", "pp2 dualpipev", "pp2 v_half"]
+    found += run_on_ranks(2, train_and_resume, folder=str(tmp_path), layouts=layouts, source=None)
+    found += run_on_ranks(2, train_and_resume, folder=str(tmp_path), layouts=["", "pp2 zbv"], source="one.ckpt")
+    assert len(found) == 6
+    assert_same_results(found, expected)
+
+
+def assert_same_results(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     for results in found:
         for result in results.values():
             torch.testing.assert_close(result["losses"], expected["losses"], rtol=1e-10, atol=0)

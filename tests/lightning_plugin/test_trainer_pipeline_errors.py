@@ -170,6 +170,21 @@ def test_iterator_and_unknown_name_raise(rank: int, world_size: int, tmp_path: P
             "WeftModelParallelStrategy: .*1f1b.* one stage",
         ),
         (
+            {"pipeline_cuts": AutoCuts(stages_per_rank=3), "layout": "pp2", "pipeline_schedule": "v_min"},
+            ValueError,
+            "WeftModelParallelStrategy: schedule 'v_min' has two stages on each rank and got 3; cut the model into two",
+        ),
+        (
+            {"pipeline_cuts": ["a"], "layout": "pp2", "pipeline_schedule": "zbv"},
+            ValueError,
+            "WeftModelParallelStrategy: schedule 'zbv' has two stages on each rank and got 1; cut the model into two",
+        ),
+        (
+            {"pipeline_cuts": ["a", "b", "c"], "layout": "pp2", "pipeline_schedule": "zero_bubble"},
+            ValueError,
+            "WeftModelParallelStrategy: schedule 'zero_bubble' has one stage on each rank and got 2; use 'interleaved'",
+        ),
+        (
             {"pipeline_cuts": "auto", "layout": "pp2", "pipeline_schedule": "2f2b"},
             ValueError,
             "got pipeline_schedule='2f2b'",

@@ -24,6 +24,7 @@ CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
     2: [
         ("long text", "pp2", {"pipeline_cuts": ["layers.1"], "num_micro_batches": 8}),
         ("text", "pp2", {"pipeline_cuts": ["layers.1", "layers.2", "norm"], "pipeline_schedule": "interleaved"}),
+        ("text", "pp2", {"pipeline_cuts": ["layers.1", "layers.2", "norm"], "pipeline_schedule": "zbv"}),
         ("llama", "pp2", {"pipeline_cuts": LLAMA, "pipeline_schedule": "zero_bubble", "precision": "bf16-mixed"}),
         ("llama", "pp2", {"pipeline_cuts": LLAMA, "pipeline_schedule": "gpipe", "activation_checkpointing": "full"}),
         ("gpt2", "pp2", {"pipeline_cuts": GPT2, "precision": "bf16-true", "optimizer_in_backward": True}),

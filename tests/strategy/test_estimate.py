@@ -244,6 +244,29 @@ def test_chosen_cuts_equal_named_ones(tmp_path: Path) -> None:
     interleaved = {"layout": "pp2", "pipeline_cuts": "auto", "pipeline_schedule": "interleaved"}
     cuts = estimate_file(_write(tmp_path, model=model, **interleaved)).cuts
     assert cuts[:2] == ("transformer.h.1", "transformer.h.2")
+    in_v = estimate_file(_write(tmp_path, model=model, **{**interleaved, "pipeline_schedule": "zbv"}))
+    assert in_v.cuts == cuts
+
+
+def test_ends_of_a_v_are_on_the_first_rank(tmp_path: Path) -> None:
+    """The tied embedding and head, on stages 0 and 3, are one weight of rank 0."""
+    cuts = ["transformer.h.1", "transformer.h.2", "transformer.h.3"]
+    config = {"model": {**TINY_GPT2, "n_layer": 4}, "layout": "pp2", "pipeline_cuts": cuts}
+
+    def parameters(schedule: str) -> list[int]:
+        ranks = estimate_file(_write(tmp_path, **config, pipeline_schedule=schedule)).ranks
+        return [each.phases["step"]["parameters"] for each in ranks]
+
+    in_v, interleaved = parameters("zbv"), parameters("interleaved")
+    [full] = [
+        each.phases["step"]["parameters"]
+        for each in estimate_file(_write(tmp_path, model=config["model"], mesh={})).ranks
+    ]
+    assert sum(in_v) == full
+    assert in_v[0] > in_v[1]
+    assert sum(interleaved) > full  # each rank has a copy of the tied weight
+    with pytest.raises(ValueError, match="schedule 'v_min' has two stages on each rank and got 1"):
+        estimate_file(_write(tmp_path, **{**config, "pipeline_cuts": cuts[:1]}, pipeline_schedule="v_min"))
 
 
 def test_json_numbers_without_dot_are_read(tmp_path: Path) -> None:
@@ -266,12 +289,15 @@ def test_unit_follows_size(tmp_path: Path) -> None:
 def test_note_lists_missing_predictions(tmp_path: Path) -> None:
     llama = {**LLAMA_70B, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2}
     pipeline = {"layout": "pp2", "pipeline_cuts": ["model.layers.1"]}
+    in_v = {"layout": "pp2", "pipeline_cuts": ["model.layers.0", "model.layers.1", "model.norm"]}
+    in_v |= {"pipeline_schedule": "zbv"}
     for config, reason in (
         ({"model": TINY_GPT2, "layout": "tp2"}, "not predicted for model_type 'gpt2': the figures are"),
         ({"model": {**llama, "mlp_bias": True}, "mesh": {}}, "for model_type 'llama' with mlp_bias or attention_bias:"),
         ({"model": llama, "layout": "tp2", "plan": "huggingface"}, "not predicted for the plan 'huggingface':"),
         ({"model": llama, **pipeline, "pipeline_cuts": ["model.layers.0"]}, "for a first stage without blocks:"),
         ({"model": llama, **pipeline, "pipeline_schedule": "zero_bubble"}, "for the schedule 'zero_bubble':"),
+        ({"model": llama, **in_v}, "for the schedule 'zbv':"),
         (
             {"model": llama, **pipeline, "pipeline_cuts": ["model.norm"]},
             "begins at 'model.norm', which is not a block:",

@@ -155,8 +155,9 @@ def test_batches_with_fewer_rows_than_micro_batches() -> None:
     assert found.layouts[0].sequences == 3
 
 
-def test_options_of_pipelines_are_kept() -> None:
-    kept = {"pipeline_cuts": ["1", "2", "3"], "pipeline_schedule": "interleaved", "num_micro_batches": 3}
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv"])
+def test_options_of_pipelines_are_kept(schedule: str) -> None:
+    kept = {"pipeline_cuts": ["1", "2", "3"], "pipeline_schedule": schedule, "num_micro_batches": 3}
     layouts = {each.layout: each for each in _search(2, "rep=1,dp=1", **kept).layouts}
     assert layouts["pp2"].strategy_options == {"layout": "pp2", **kept}
     assert layouts["tp2"].strategy_options == {"layout": "tp2"}

@@ -37,8 +37,8 @@ def why_not_described(training: Training) -> str:
     if training.pipeline is None:
         return ""
     assert training.pipeline.cuts is not None
-    if training.pipeline.schedule == "zero_bubble":
-        return "the schedule 'zero_bubble'"
+    if _plan.splits_backwards(training.pipeline.schedule):
+        return f"the schedule {training.pipeline.schedule!r}"
     if "model.layers.0" in training.pipeline.cuts:
         return "a first stage without blocks"
     not_at_blocks = [cut for cut in training.pipeline.cuts if not _BLOCK.fullmatch(cut)]

@@ -11,19 +11,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from weft.strategy._plan import Schedule
+from weft.strategy._plan import Schedule, default_stages_per_rank
 from weft.strategy.pipeline.choose import Choice, choose_cuts
 
 AUTO = "auto"
-_SEVERAL_STAGES = ("interleaved", "looped_bfs")  # schedules with several stages on a rank
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoCuts:
     """Options for a pipeline that chooses its cuts; the text "auto" means `AutoCuts()`.
 
-    stages_per_rank: None: 2 for the schedules "interleaved" and "looped_bfs", 1 for other names; with a `Schedule`, the
-        number that the schedule has.
+    stages_per_rank: None: 2 for the schedules "interleaved", "looped_bfs", "zbv", "dualpipev", "v_half" and "v_min", 1
+        for other names; with a `Schedule`, the number that the schedule has.
     example: arguments of the model's forward for one micro-batch (a tuple of positional arguments, a dict of keywords,
         or the only argument). Stages are balanced by the floating-point operations of this call, and its activations
         count towards `memory_limit`.
@@ -66,8 +65,7 @@ def num_stages_of(auto: AutoCuts, schedule: str | Schedule, num_ranks: int) -> i
             does not support this number of stages per rank.
     """
     if isinstance(schedule, str):
-        default = 2 if schedule in _SEVERAL_STAGES else 1
-        per_rank = default if auto.stages_per_rank is None else auto.stages_per_rank
+        per_rank = default_stages_per_rank(schedule) if auto.stages_per_rank is None else auto.stages_per_rank
         Schedule.generate(schedule, num_ranks, num_ranks, per_rank)  # raises for an unsupported number
         return num_ranks * per_rank
     if auto.stages_per_rank is not None and auto.stages_per_rank * num_ranks != schedule.num_stages:

@@ -50,9 +50,10 @@ class Pipeline:
         mesh: a DeviceMesh of one axis, or with an axis named "pipeline_parallel"; the axis' group must have a
             backend for CPU tensors: it carries all messages or, with links between devices, their announcements.
         cuts: the names of the first module of each stage but the first; see `stages.find_layers`. The number of stages
-            is a multiple of the number of ranks; stage s is on rank s % ranks, unless a given `Schedule` places the
-            stage on another rank. "auto", or an `AutoCuts`: the first rank of the mesh chooses the cuts for all its
-            ranks, to minimise the estimated time of the slowest stage.
+            is a multiple of the number of ranks; stage s is on rank s % ranks, unless the schedule places it on
+            another rank: "zbv", "dualpipev", "v_half" and "v_min" have stages r and 2 * ranks - 1 - r on rank r.
+            "auto", or an `AutoCuts`: the first rank of the mesh chooses the cuts for all its ranks, to minimise the
+            estimated time of the slowest stage.
         schedule: one of `SCHEDULES`, or a `Schedule` without communication for these ranks and stages; a step with
             fewer micro-batches than the `Schedule` runs only the first ones.
         num_micro_batches: the number of micro-batches in a step; a batch with fewer samples has one micro-batch per

@@ -129,8 +129,8 @@ class StagedModel:
                 if self._skeleton.get_submodule(other) is not layer:
                     raise ValueError(
                         f"pipeline: the layers {other!r} and {name!r} of one rank share a parameter, and FSDP2 shards "
-                        "each layer alone; move the cuts so that they are on different ranks, or replicate over the "
-                        "data-parallel ranks (zero_stage 0 or 1)."
+                        "each layer alone; move the cuts, or use a schedule such as '1f1b', so that they are on "
+                        "different ranks, or replicate over the data-parallel ranks (zero_stage 0 or 1)."
                     )
         for name in self.layers.parameter_stages:
             layer_name = of_layers.get(id(self._skeleton.get_parameter(name)))

@@ -104,6 +104,6 @@ def _warnings(data: dict[str, Any]) -> list[str]:
         if idle > _MOST_IDLE:
             texts.append(
                 f"The ranks of the pipeline are idle for {idle:.0%} of a step: use more micro-batches, or a schedule "
-                "such as 'zero_bubble'."
+                "such as 'zero_bubble' or 'zbv'."
             )
     return texts

@@ -114,10 +114,12 @@ def is_copy(module: nn.Module, name: str) -> bool:
 
 
 def later_copies(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model that are copies of those of an earlier stage."""
-    return [
-        parameter
+    """Return the parameters of a model that are copies of those of an earlier stage on another rank."""
+    copies = [
+        (parameter, is_first)
         for module in model.modules()
         for name, is_first in module.__dict__.get(_COPIES, {}).items()
-        if not is_first and (parameter := module._parameters.get(name)) is not None
+        if (parameter := module._parameters.get(name)) is not None
     ]
+    first_copies = {id(parameter) for parameter, is_first in copies if is_first}
+    return [parameter for parameter, is_first in copies if not is_first and id(parameter) not in first_copies]

@@ -227,10 +227,10 @@ void check_pipeline(const TrainingSpec& spec) {
                                 " micro-batches for " + std::to_string(spec.sequences) +
                                 " sequences; give a number from 1 to that of the sequences");
   }
-  if (pipeline.schedule == ScheduleKind::kZeroBubble) {
-    throw std::invalid_argument(
-        "memory: there is no prediction for the schedule 'zero_bubble', which splits backwards; "
-        "use another one");
+  if (splits_backwards(pipeline.schedule)) {
+    throw std::invalid_argument("memory: there is no prediction for the schedule '" +
+                                std::string(to_string(pipeline.schedule)) +
+                                "', which splits backwards; use another one");
   }
 }
 

@@ -320,14 +320,25 @@ std::vector<StageLayers> stages_of(const DecoderModel& model, const TrainingSpec
   return stages;
 }
 
+std::vector<int32_t> ranks_of_stages(const TrainingSpec& spec) {
+  const int64_t num_ranks = axis_size(spec.mesh, "pipeline_parallel");
+  if (!spec.pipeline) {
+    return {0};
+  }
+  const auto num_stages = static_cast<int64_t>(spec.pipeline->first_blocks.size()) + 1;
+  return place_stages(spec.pipeline->schedule, num_ranks, num_stages / num_ranks);
+}
+
 std::vector<StageLayers> stages_on_rank(const std::vector<StageLayers>& stages,
                                         const TrainingSpec& spec,
                                         int64_t global_rank) {
-  const auto num_ranks = static_cast<std::size_t>(axis_size(spec.mesh, "pipeline_parallel"));
+  const std::vector<int32_t> rank_of = ranks_of_stages(spec);
+  const int64_t rank = coordinate_on(spec.mesh, "pipeline_parallel", global_rank);
   std::vector<StageLayers> own;
-  const int64_t first = coordinate_on(spec.mesh, "pipeline_parallel", global_rank);
-  for (auto i = static_cast<std::size_t>(first); i < stages.size(); i += num_ranks) {
-    own.push_back(stages[i]);
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    if (rank_of[i] == rank) {
+      own.push_back(stages[i]);
+    }
   }
   return own;
 }
@@ -339,13 +350,13 @@ std::vector<bool> checkpointed_blocks(const DecoderModel& model, const TrainingS
   if (spec.checkpointing == Checkpointing::kNone) {
     return result;
   }
-  for (std::size_t rank = 0; rank < num_ranks; ++rank) {
-    int64_t left = spec.checkpointed_blocks.value_or(model.num_layers);
-    for (std::size_t i = rank; i < stages.size(); i += num_ranks) {
-      for (int64_t block = stages[i].first_block; block < stages[i].last_block && left > 0;
-           --left) {
-        result[static_cast<std::size_t>(block++)] = true;
-      }
+  const int64_t num_of_rank = spec.checkpointed_blocks.value_or(model.num_layers);
+  std::vector<int64_t> num_left(num_ranks, num_of_rank);
+  const std::vector<int32_t> rank_of = ranks_of_stages(spec);
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    int64_t& left = num_left[static_cast<std::size_t>(rank_of[i])];
+    for (int64_t block = stages[i].first_block; block < stages[i].last_block && left > 0; --left) {
+      result[static_cast<std::size_t>(block++)] = true;
     }
   }
   return result;

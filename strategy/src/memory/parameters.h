@@ -62,6 +62,9 @@ struct StageLayers {
 // Returns the layers of each stage, in order.
 std::vector<StageLayers> stages_of(const DecoderModel& model, const TrainingSpec& spec);
 
+// Returns the pipeline rank of each stage. REQUIRES: check_training() accepts the pipeline.
+std::vector<int32_t> ranks_of_stages(const TrainingSpec& spec);
+
 // Returns the stages of a pipeline rank: `stages` itself without a pipeline.
 std::vector<StageLayers> stages_on_rank(const std::vector<StageLayers>& stages,
                                         const TrainingSpec& spec,

@@ -1,9 +1,11 @@
 // Every rank's list interleaves two sequences, its forwards and its backwards. All ranks have the
-// same order within a sequence, so that a rank's n-th send is its neighbour's n-th receive.
+// same order within a sequence, so that a rank's n-th send is its neighbour's n-th receive. The
+// V-shaped kinds are in pack_blocks.cpp and dual_pipe_v.cpp.
 
 #include "weft/strategy/pipeline/generate.h"
 
 #include "../text.h"
+#include "v_schedules.h"
 
 #include <algorithm>
 #include <array>
@@ -20,14 +22,26 @@ namespace {
 using Actions = std::vector<Action>;
 
 // Indexed by the enumerator.
-constexpr std::array<std::string_view, 6> kKindNames = {
-    "naive", "gpipe", "1f1b", "interleaved", "zero_bubble", "looped_bfs"};
-constexpr std::array<ScheduleKind, 6> kAllKinds = {ScheduleKind::kNaive,
-                                                   ScheduleKind::kGpipe,
-                                                   ScheduleKind::kOneForwardOneBackward,
-                                                   ScheduleKind::kInterleaved,
-                                                   ScheduleKind::kZeroBubble,
-                                                   ScheduleKind::kLoopedBfs};
+constexpr std::array<std::string_view, 10> kKindNames = {"naive",
+                                                         "gpipe",
+                                                         "1f1b",
+                                                         "interleaved",
+                                                         "zero_bubble",
+                                                         "looped_bfs",
+                                                         "zbv",
+                                                         "dualpipev",
+                                                         "v_half",
+                                                         "v_min"};
+constexpr std::array<ScheduleKind, 10> kAllKinds = {ScheduleKind::kNaive,
+                                                    ScheduleKind::kGpipe,
+                                                    ScheduleKind::kOneForwardOneBackward,
+                                                    ScheduleKind::kInterleaved,
+                                                    ScheduleKind::kZeroBubble,
+                                                    ScheduleKind::kLoopedBfs,
+                                                    ScheduleKind::kZeroBubbleV,
+                                                    ScheduleKind::kDualPipeV,
+                                                    ScheduleKind::kVHalf,
+                                                    ScheduleKind::kVMin};
 
 // A rank's forwards and backwards, each in its order.
 struct Sequences {
@@ -162,6 +176,8 @@ Actions actions_of(ScheduleKind kind, const GenerateOptions& options, int64_t ra
     case ScheduleKind::kZeroBubble:
       return split_backwards(one_forward_one_backward(make_sequences(options, rank, m), p - rank),
                              p);
+    default:  // V-shaped
+      break;
   }
   throw std::logic_error("generate: a schedule kind without a case");
 }
@@ -179,13 +195,16 @@ void check_options(ScheduleKind kind, const GenerateOptions& options) {
                                   "; pass a number from 1 to " + std::to_string(kMax));
     }
   }
-  const bool has_one_stage =
-      kind == ScheduleKind::kOneForwardOneBackward || kind == ScheduleKind::kZeroBubble;
-  if (has_one_stage && options.stages_per_rank > 1) {
-    throw std::invalid_argument(
-        "schedule " + detail::quote(to_string(kind)) + " has one stage on each rank and got " +
-        std::to_string(options.stages_per_rank) + "; use 'interleaved' or 'looped_bfs'");
+  if (supports_stages_per_rank(kind, options.stages_per_rank)) {
+    return;
   }
+  const std::string got = std::to_string(options.stages_per_rank);
+  throw std::invalid_argument(
+      "schedule " + detail::quote(to_string(kind)) +
+      (is_v_shaped(kind)
+           ? " has two stages on each rank and got " + got +
+                 "; cut the model into two stages for each rank, or use '1f1b' or 'interleaved'"
+           : " has one stage on each rank and got " + got + "; use 'interleaved' or 'looped_bfs'"));
 }
 
 }  // namespace
@@ -205,8 +224,48 @@ ScheduleKind parse_schedule_kind(std::string_view text) {
 
 std::span<const ScheduleKind> all_schedule_kinds() { return kAllKinds; }
 
+bool is_v_shaped(ScheduleKind kind) {
+  return kind == ScheduleKind::kZeroBubbleV || kind == ScheduleKind::kDualPipeV ||
+         kind == ScheduleKind::kVHalf || kind == ScheduleKind::kVMin;
+}
+
+bool splits_backwards(ScheduleKind kind) {
+  return kind == ScheduleKind::kZeroBubble || is_v_shaped(kind);
+}
+
+int64_t default_stages_per_rank(ScheduleKind kind) {
+  return kind == ScheduleKind::kInterleaved || kind == ScheduleKind::kLoopedBfs || is_v_shaped(kind)
+             ? 2
+             : 1;
+}
+
+bool supports_stages_per_rank(ScheduleKind kind, int64_t stages_per_rank) {
+  if (is_v_shaped(kind)) {
+    return stages_per_rank == 2;
+  }
+  const bool has_one =
+      kind == ScheduleKind::kOneForwardOneBackward || kind == ScheduleKind::kZeroBubble;
+  return stages_per_rank == 1 || !has_one;
+}
+
+std::vector<int32_t> place_stages(ScheduleKind kind, int64_t num_ranks, int64_t stages_per_rank) {
+  std::vector<int32_t> ranks;
+  ranks.reserve(static_cast<size_t>(num_ranks * stages_per_rank));
+  for (int64_t stage = 0; stage < num_ranks * stages_per_rank; ++stage) {
+    const bool goes_up = is_v_shaped(kind) && stage >= num_ranks;
+    ranks.push_back(static_cast<int32_t>(goes_up ? 2 * num_ranks - 1 - stage : stage % num_ranks));
+  }
+  return ranks;
+}
+
 Schedule generate(ScheduleKind kind, const GenerateOptions& options) {
   check_options(kind, options);
+  if (kind == ScheduleKind::kDualPipeV) {
+    return Schedule(detail::generate_dual_pipe_v(options.num_ranks, options.num_micro_batches));
+  }
+  if (is_v_shaped(kind)) {
+    return Schedule(detail::pack_blocks(kind, options.num_ranks, options.num_micro_batches));
+  }
   std::vector<Actions> ranks;
   ranks.reserve(static_cast<size_t>(options.num_ranks));
   for (int64_t rank = 0; rank < options.num_ranks; ++rank) {

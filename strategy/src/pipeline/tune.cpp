@@ -60,7 +60,16 @@ auto ranking_key(const TunePoint& point) {
 }
 
 std::vector<ScheduleKind> kinds_for(int64_t stages_per_rank) {
-  if (stages_per_rank > 1) {
+  if (stages_per_rank == 2) {
+    return {ScheduleKind::kNaive,
+            ScheduleKind::kInterleaved,
+            ScheduleKind::kLoopedBfs,
+            ScheduleKind::kZeroBubbleV,
+            ScheduleKind::kDualPipeV,
+            ScheduleKind::kVHalf,
+            ScheduleKind::kVMin};
+  }
+  if (stages_per_rank > 2) {
     return {ScheduleKind::kNaive, ScheduleKind::kInterleaved, ScheduleKind::kLoopedBfs};
   }
   return {ScheduleKind::kNaive,

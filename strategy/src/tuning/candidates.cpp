@@ -317,8 +317,9 @@ int64_t most_blocks(const TrainingSpec& training) {
   const auto stages = stages_of(model, training);
   const auto num_ranks = static_cast<std::size_t>(axis_size(training.mesh, "pipeline_parallel"));
   std::vector<int64_t> blocks(num_ranks, 0);
+  const auto rank_of = ranks_of_stages(training);
   for (std::size_t i = 0; i < stages.size(); ++i) {
-    blocks[i % num_ranks] += stages[i].last_block - stages[i].first_block;
+    blocks[static_cast<std::size_t>(rank_of[i])] += stages[i].last_block - stages[i].first_block;
   }
   return *std::max_element(blocks.begin(), blocks.end());
 }

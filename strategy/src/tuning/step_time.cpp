@@ -120,6 +120,7 @@ class Stages {
         stages_(detail::stages_of(model_, spec)),
         sizes_(detail::micro_batch_sizes(spec)),
         num_ranks_(axis_size(spec.mesh, "pipeline_parallel")),
+        rank_of_(detail::ranks_of_stages(spec)),
         row_bytes_(static_cast<double>(spec.tokens * model_.dim * detail::residual_bytes(spec))) {
     for (const int64_t size : sizes_) {
       if (!work_.contains(size)) {
@@ -162,13 +163,16 @@ class Stages {
     StepTime time;
     double num_elements = 0;
     std::vector<Work> layers;
-    for (auto i = static_cast<std::size_t>(rank); i < stages_.size();
-         i += static_cast<std::size_t>(num_ranks_)) {
+    for (std::size_t i = 0; i < stages_.size(); ++i) {
+      if (rank_of_[i] != rank) {
+        continue;
+      }
       for (const int64_t size : sizes_) {
         add_work(time, work_.at(size)[i], 1);
         const double num_bytes = row_bytes_ * static_cast<double>(size);
-        time.sent_bytes +=
-            (stages_[i].has_embedding ? 0 : num_bytes) + (stages_[i].has_head ? 0 : num_bytes);
+        const bool sends_back = i > 0 && rank_of_[i - 1] != rank;
+        const bool sends_on = i + 1 < stages_.size() && rank_of_[i + 1] != rank;
+        time.sent_bytes += (sends_back ? num_bytes : 0) + (sends_on ? num_bytes : 0);
       }
       num_elements += work_.at(sizes_.front())[i].elements;
       // Layers are gathered before the first forward, and reduced after the last backward.
@@ -178,11 +182,13 @@ class Stages {
         layers.push_back(layer);
       }
     }
-    if (model_.is_tied && (rank == 0 || rank == num_ranks_ - 1)) {
+    const int64_t first_rank = rank_of_.front();
+    const int64_t last_rank = rank_of_.back();
+    if (model_.is_tied && first_rank != last_rank && (rank == first_rank || rank == last_rank)) {
       // The ranks with the copies of the tied weight exchange its gradients.
       const double num_bytes =
           layers_->front().elements * 4 / static_cast<double>(detail::num_fsdp_shards(spec_));
-      const LinkRates link = link_between(0, num_ranks_ - 1);
+      const LinkRates link = link_between(first_rank, last_rank);
       time.pipeline += link.seconds_per_message + num_bytes / link.bytes_per_second;
       time.sent_bytes += num_bytes;
     }
@@ -220,8 +226,8 @@ class Stages {
   [[nodiscard]] double simulated_seconds() const {
     std::vector<StageCost> costs;
     for (std::size_t i = 0; i < stages_.size(); ++i) {
-      const auto rank = static_cast<int64_t>(i) % num_ranks_;
-      const LinkRates link = link_between(rank, (rank + 1) % num_ranks_);
+      const LinkRates link =
+          link_between(rank_of_[i], rank_of_[std::min(i + 1, stages_.size() - 1)]);
       for (const int64_t size : sizes_) {
         const Work& work = work_.at(size)[i];
         const double num_bytes = row_bytes_ * static_cast<double>(size);
@@ -245,6 +251,7 @@ class Stages {
   std::vector<detail::StageLayers> stages_;
   std::vector<int64_t> sizes_;  // sequences of each micro-batch
   int64_t num_ranks_;
+  std::vector<int32_t> rank_of_;               // of each stage
   double row_bytes_;                           // that cross a boundary for a sequence
   const std::vector<Work>* layers_ = nullptr;  // of the first size; elements are those of all
   std::map<int64_t, std::vector<Work>> work_;  // by size, of each stage

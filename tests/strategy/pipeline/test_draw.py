@@ -14,13 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from support.ranks import on_ranks
+from weft.strategy._plan import default_stages_per_rank, splits_backwards
 from weft.strategy.pipeline import SCHEDULES, Action, Pipeline, Schedule, Span, draw
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedule_is_drawn_with_a_box_per_computation(kind, tmp_path):
     """The picture has a box for each computation and names ranks and kinds; drawing it again gives the same picture."""
-    stages = 2 if kind in ("interleaved", "looped_bfs") else 1
+    stages = default_stages_per_rank(kind)
     schedule = Schedule.generate(kind, 3, 5, stages_per_rank=stages)
     svg = draw(schedule, path=tmp_path / "schedule.svg")
     assert (tmp_path / "schedule.svg").read_text() == svg == draw(schedule)
@@ -29,7 +30,7 @@ def test_schedule_is_drawn_with_a_box_per_computation(kind, tmp_path):
         num_boxes = sum(each.kind == action for actions in schedule.ranks for each in actions)
         assert svg.count(color) == (num_boxes + 2 if num_boxes else 0)  # the legend adds a face and an edge
     assert {"rank 0", "rank 2", "forward", "idle", "in flight", "1:4" if stages > 1 else "4"} <= set(texts)
-    assert ("backward, weights" in texts) == (kind == "zero_bubble")
+    assert ("backward, weights" in texts) == splits_backwards(kind)
     bubble_fraction = schedule.simulate().bubble_fraction
     assert f"planned: {bubble_fraction:.0%} idle" in texts
 

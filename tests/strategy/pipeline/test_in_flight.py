@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from support.ranks import on_ranks
 from weft import memory
+from weft.strategy._plan import default_stages_per_rank
 from weft.strategy.pipeline import SCHEDULES, Pipeline
 
 DIM, HIDDEN, ROWS = 8, 16384, 4  # ROWS: per micro-batch
@@ -42,7 +43,7 @@ def units_after_each_action(pipeline: Pipeline) -> list[int]:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_saved_bytes_match_in_flight(world_size: int, kind: str) -> None:
-    num_stages = 2 * world_size if kind in ("interleaved", "looped_bfs") else world_size
+    num_stages = default_stages_per_rank(kind) * world_size
     model = model_of(num_stages)
     cuts = [str(stage) for stage in range(1, num_stages)]
     mesh = init_device_mesh("cpu", (world_size,))

@@ -14,6 +14,7 @@ from support.models import Llama, LlamaArgs
 from support.ranks import on_ranks
 from weft import pipeline_links
 from weft.collectives import BackendOptions
+from weft.strategy._plan import default_stages_per_rank
 from weft.strategy.pipeline import Pipeline
 from weft.strategy.pipeline.links import link_stages, peers_of
 
@@ -35,12 +36,11 @@ def test_peers_of_stages(rank: int, rank_of: list[int], tied: list[set[int]], ex
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "zbv"])
 def test_steps_over_links_match_one_device(rank: int, world_size: int, schedule: str) -> None:
-    """The output layer is tied to the embedding, so their ranks also send to each other."""
-    cuts = [f"layers.{i}" for i in range(1, 4)] if schedule == "interleaved" or world_size == 4 else ["layers.2"]
-    if schedule == "interleaved" and world_size == 4:
-        cuts = [f"layers.{i}" for i in range(1, 8)]
+    """The output layer is tied to the embedding, so their ranks, if they are two, also send to each other."""
+    num_stages = world_size * default_stages_per_rank(schedule)
+    cuts = [f"layers.{i}" for i in range(1, num_stages)] if num_stages > 2 else ["layers.2"]
     torch.manual_seed(0)
     reference = Llama(LlamaArgs(n_layers=8 if len(cuts) == 7 else 4, tie_head=True, dtype=torch.float64))
     model, batch = copy.deepcopy(reference), tokens()

@@ -15,11 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from support.hugging_face import language_model
 from support.models import EncoderClassifier, Gpt2, Llama, LlamaArgs
 from support.ranks import on_ranks
+from weft.strategy._plan import default_stages_per_rank
 from weft.strategy.pipeline import SCHEDULES, Pipeline
 
 TOLERANCE = 1e-10
 NUM_STEPS = 5
-SEVERAL_STAGES = ("interleaved", "looped_bfs")
+SEVERAL_STAGES = tuple(kind for kind in SCHEDULES if default_stages_per_rank(kind) == 2)
+V_SHAPED = ("zbv", "dualpipev", "v_half", "v_min")
 
 
 class UNet(nn.Module):

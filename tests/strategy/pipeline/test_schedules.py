@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from weft.strategy._plan import deal_samples
+from weft.strategy._plan import deal_samples, default_stages_per_rank, splits_backwards
 from weft.strategy.pipeline import (
     SCHEDULES,
     Action,
@@ -24,13 +24,12 @@ from weft.strategy.pipeline import (
 )
 
 GOLDEN = Path(__file__).parent / "golden"
-SEVERAL_STAGES = ("interleaved", "looped_bfs")
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_schedules_match_golden_files(kind):
     """4 ranks, 6 micro-batches. After an intended change, write `str(...)` of the schedules built here to the files."""
-    schedule = Schedule.generate(kind, 4, 6, stages_per_rank=2 if kind in SEVERAL_STAGES else 1)
+    schedule = Schedule.generate(kind, 4, 6, default_stages_per_rank(kind))
     lowered = schedule.merge_backwards().add_communication().add_unshards()
     assert str(schedule) == (GOLDEN / f"{kind}.csv").read_text()
     assert str(lowered) == (GOLDEN / f"{kind}.lowered.csv").read_text()
@@ -40,7 +39,7 @@ def test_schedules_match_golden_files(kind):
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_torch_schedule_files_parse(kind, tmp_path):
     """The file is written action by action with torch.distributed.pipelining's class and csv, with idle cells."""
-    ours = Schedule.generate(kind, 2, 3)
+    ours = Schedule.generate(kind, 2, 3, default_stages_per_rank(kind))
     rows = [[torch_schedules._Action.from_str(str(action)) for action in actions] for actions in ours.ranks]
     path = tmp_path / "schedule.csv"
     with path.open("w", newline="") as file:
@@ -94,6 +93,9 @@ def test_partition_and_tune_give_times_and_bytes():
         (lambda: Schedule.parse("0F0,0B0,0B0\n").check(), "0B0 comes twice"),
         (lambda: Schedule.generate("1f2b", 2, 2), "unknown schedule '1f2b'"),
         (lambda: Schedule.generate("1f1b", 2, 2, 2), "has one stage on each rank and got 2"),
+        (lambda: Schedule.generate("zbv", 2, 2), "schedule 'zbv' has two stages on each rank and got 1; cut the model"),
+        (lambda: default_stages_per_rank("1f2b"), "unknown schedule '1f2b'"),
+        (lambda: splits_backwards("1f2b"), "unknown schedule '1f2b'"),
         (lambda: Action(0, "UNSHARD", 1), "action UNSHARD takes no micro-batch"),
         (lambda: Action(0, "F"), "action F needs a micro-batch"),
         (lambda: Action(-1, "F", 0), "-1 is no stage or micro-batch"),

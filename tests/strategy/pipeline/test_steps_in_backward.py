@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from strategy.pipeline.test_composition import BATCHES, PLAN, next_token
-from strategy.pipeline.test_pipeline_parity import SEVERAL_STAGES
+from strategy.pipeline.test_pipeline_parity import SEVERAL_STAGES, V_SHAPED
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW, Optimizer
@@ -63,7 +63,8 @@ def test_every_schedule_matches_one_device(world_size: int, kind: str) -> None:
     """On four ranks, stages are fully sharded over two data-parallel ranks."""
     sizes = (2, world_size // 2, 1)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES)
-    for optimizer, tie_head, num_accumulated in (("momentum", True, 1), ("adamw", False, 2)):
+    can_tie = world_size == 2 or kind not in V_SHAPED  # FSDP2 does not shard tied layers of one rank
+    for optimizer, tie_head, num_accumulated in (("momentum", can_tie, 1), ("adamw", False, 2)):
         expected = llama(tie_head)
         train_on_one_device(expected, OPTIMIZERS[optimizer](expected.parameters()), num_accumulated)
         model = llama(tie_head)

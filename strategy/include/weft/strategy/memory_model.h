@@ -83,8 +83,8 @@ enum class Checkpointing {
   kFull,       // the block's input
 };
 
-// The division of a decoder into stages of blocks. Stage s is on pipeline rank s % num_ranks. The
-// first stage also has the embedding, the last one the final norm and the output layer.
+// The division of a decoder into stages of blocks. The stages are on the ranks of place_stages().
+// The first stage also has the embedding, the last one the final norm and the output layer.
 struct PipelineSpec {
   std::vector<int64_t> first_blocks;  // of each stage but the first, in ascending order
   ScheduleKind schedule = ScheduleKind::kOneForwardOneBackward;  // without split backwards

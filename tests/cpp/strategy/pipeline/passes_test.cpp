@@ -73,6 +73,9 @@ TEST(AddCommunication, AcceptsRandomOrders) {
   for (int trial = 0; trial < 3000; ++trial) {
     const auto num_ranks = std::uniform_int_distribution<int32_t>(1, 4)(random);
     const auto v = std::uniform_int_distribution<int32_t>(1, 2)(random);
+    const auto kind =
+        v == 2 && trial % 2 == 0 ? ScheduleKind::kZeroBubbleV : ScheduleKind::kLoopedBfs;
+    const std::vector<int32_t> rank_of = place_stages(kind, num_ranks, v);
     const auto m = std::uniform_int_distribution<int32_t>(1, 4)(random);
     // A random order of all actions that respects their dependencies, distributed to the ranks.
     std::vector<std::vector<Action>> ranks(static_cast<size_t>(num_ranks));
@@ -85,7 +88,7 @@ TEST(AddCommunication, AcceptsRandomOrders) {
       const auto at = std::uniform_int_distribution<size_t>(0, ready.size() - 1)(random);
       const Action action = ready[at];
       ready.erase(ready.begin() + static_cast<ptrdiff_t>(at));
-      ranks[static_cast<size_t>(action.stage % num_ranks)].push_back(action);
+      ranks[static_cast<size_t>(rank_of[static_cast<size_t>(action.stage)])].push_back(action);
       if (action.kind == ActionKind::kForward) {
         const bool is_last = action.stage + 1 == num_stages;
         ready.push_back(is_last ? Action{action.stage, action.micro_batch, ActionKind::kBackward}

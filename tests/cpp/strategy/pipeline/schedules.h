@@ -21,11 +21,12 @@ inline Schedule make(ScheduleKind kind,
 template <typename Try>
 void for_schedules(int64_t all_below, int64_t step, Try attempt) {
   for (const ScheduleKind kind : all_schedule_kinds()) {
-    const bool has_one_stage_a_rank =
-        kind == ScheduleKind::kOneForwardOneBackward || kind == ScheduleKind::kZeroBubble;
     for (int64_t stages = 1; stages <= 16; ++stages) {
-      for (int64_t v = 1; v <= (has_one_stage_a_rank ? 1 : stages); ++v) {
-        for (int64_t m = 1; stages % v == 0 && m <= 64; m += m < all_below ? 1 : step) {
+      for (int64_t v = 1; v <= stages; ++v) {
+        if (stages % v != 0 || !supports_stages_per_rank(kind, v)) {
+          continue;
+        }
+        for (int64_t m = 1; m <= 64; m += m < all_below ? 1 : step) {
           attempt(make(kind, stages / v, m, v));
         }
       }

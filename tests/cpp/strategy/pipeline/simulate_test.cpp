@@ -114,10 +114,15 @@ TEST(Simulate, TimesFollowTheSlowestStage) {
 }
 
 TEST(Simulate, CommunicationChangesNoTimes) {
-  const std::vector<StageCost> costs = {
-      {.forward = 1, .transfer = 0.25}, {.forward = 2, .transfer = 0.5}, {.forward = 1.5}};
+  const std::vector<StageCost> costs = {{.forward = 1, .transfer = 0.25},
+                                        {.forward = 2, .transfer = 0.5},
+                                        {.forward = 1.5, .transfer = 0.125},
+                                        {.forward = 0.5, .transfer = 1},
+                                        {.forward = 1, .transfer = 0.75},
+                                        {.forward = 2}};
   for (const ScheduleKind kind : all_schedule_kinds()) {
-    const Schedule schedule = make(kind, 3, 5);
+    const int64_t v = default_stages_per_rank(kind);
+    const Schedule schedule = make(kind, 6 / v, 5, v);
     const Simulation plain = simulate(schedule, costs);
     const Simulation lowered = simulate(add_communication(schedule), costs);
     EXPECT_EQ(plain.ranks, lowered.ranks);

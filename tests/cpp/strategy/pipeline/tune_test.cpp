@@ -132,8 +132,12 @@ TEST(Tune, DoesNotGoBelowTheSmallestMeasuredSize) {
 TEST(Tune, SeveralStagesPerRankMayBeInterleaved) {
   const std::vector<TunePoint> points =
       tune(stages(4, 0), {.batch_size = 8, .num_ranks = 2, .micro_batch_counts = {4}});
-  ASSERT_EQ(points.size(), 3U);
+  ASSERT_EQ(points.size(), 7U);
   EXPECT_NEAR(find(points, ScheduleKind::kInterleaved, 4).bubble_fraction, 1.0 / 9.0, 1e-12);
+  EXPECT_NEAR(find(points, ScheduleKind::kZeroBubbleV, 4).bubble_fraction, 1.0 / 25.0, 1e-12);
+  const std::vector<TunePoint> three =
+      tune(stages(6, 0), {.batch_size = 8, .num_ranks = 2, .micro_batch_counts = {4}});
+  EXPECT_EQ(three.size(), 3U);
 }
 
 TEST(Tune, RejectsNumbersOutOfRange) {

@@ -23,9 +23,9 @@ struct StageProfile {
 
 struct TuneOptions {
   int64_t batch_size = 1;  // samples of a step
-  int64_t num_ranks = 1;   // stage s is on rank s % num_ranks
+  int64_t num_ranks = 1;   // the stages are on the ranks of place_stages()
   // Default with one stage per rank: naive, gpipe, 1f1b and zero_bubble. With several: naive,
-  // interleaved and looped_bfs.
+  // interleaved and looped_bfs; with two, also zbv, dualpipev, v_half and v_min.
   std::vector<ScheduleKind> kinds = {};
   std::vector<int64_t> micro_batch_counts = {};  // default: 1, 2, 3, 4, 6, 8, 12, ...
   std::optional<int64_t> memory_limit = {};      // the most bytes of a rank
