@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft._plugin.batch_size_finder import BatchSizeMixin
+from weft._plugin.expert_monitor import ExpertMixin
 from weft._plugin.fabric_mixin import FabricMixin
 from weft._plugin.health_monitor import HealthMixin
 from weft._plugin.memory_monitor import MemoryMixin
@@ -31,6 +32,7 @@ CLASS_NAME = "WeftModelParallelStrategy"
 CALLBACKS: dict[str, type] = {
     "ThroughputMonitor": ThroughputMixin,
     "MemoryMonitor": MemoryMixin,
+    "ExpertMonitor": ExpertMixin,
     "HealthMonitor": HealthMixin,
     "Preemption": PreemptionMixin,
     "PretrainedCheckpoint": PretrainedCheckpointMixin,

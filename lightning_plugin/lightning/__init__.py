@@ -16,6 +16,7 @@ _FLAVOUR = factory.LIGHTNING_TRAINER if factory.LIGHTNING_TRAINER.is_installed e
 WeftModelParallelStrategy = factory.strategy_class(_FLAVOUR)
 ThroughputMonitor = factory.callback_class(_FLAVOUR, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(_FLAVOUR, "MemoryMonitor")
+ExpertMonitor = factory.callback_class(_FLAVOUR, "ExpertMonitor")
 HealthMonitor = factory.callback_class(_FLAVOUR, "HealthMonitor")
 Preemption = factory.callback_class(_FLAVOUR, "Preemption")
 PretrainedCheckpoint = factory.callback_class(_FLAVOUR, "PretrainedCheckpoint")
@@ -26,6 +27,7 @@ BatchSizeFinder = factory.callback_class(_FLAVOUR, "BatchSizeFinder")
 
 __all__ = [
     "BatchSizeFinder",
+    "ExpertMonitor",
     "HealthMonitor",
     "MemoryMonitor",
     "NonFiniteCheck",

@@ -11,6 +11,7 @@ factory.register_installed()
 WeftModelParallelStrategy = factory.strategy_class(factory.PYTORCH_LIGHTNING)
 ThroughputMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "MemoryMonitor")
+ExpertMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "ExpertMonitor")
 HealthMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "HealthMonitor")
 Preemption = factory.callback_class(factory.PYTORCH_LIGHTNING, "Preemption")
 PretrainedCheckpoint = factory.callback_class(factory.PYTORCH_LIGHTNING, "PretrainedCheckpoint")
@@ -21,6 +22,7 @@ BatchSizeFinder = factory.callback_class(factory.PYTORCH_LIGHTNING, "BatchSizeFi
 
 __all__ = [
     "BatchSizeFinder",
+    "ExpertMonitor",
     "HealthMonitor",
     "MemoryMonitor",
     "NonFiniteCheck",

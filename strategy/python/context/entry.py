@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from weft.strategy.context.attention import Attention
+from weft.strategy.context.experts import compute_experts_on_shards
 from weft.strategy.context.layout import Order, layout_of, place_of
 from weft.strategy.context.sharded_sequence import ShardedSequence, forget_kept, separate, shard
 
@@ -77,6 +78,7 @@ def parallelize_context(
         )
     for each in modules:
         remove_context(each)
+        compute_experts_on_shards(each)
     # The forwards of a rank's stages and of the recording have lengths of their own.
     for root in modules:
         context = Context(group, attention)

@@ -96,9 +96,9 @@ def experts_forward(
     combined = torch.ops.weft.moe_combine(results, weights, *routes, group_name=state.expert_group)
     if state.tensor_group:
         combined = torch.ops.weft.gather_from_group(combined, 0, state.tensor_group, dim_size=num_tokens)
-    combined = combined.to(hidden_states.dtype)
-    result: Tensor = combined.view(hidden_states.shape)
-    return result
+    result: Tensor = combined.to(hidden_states.dtype)
+    # FSDP2 warns of a result that is a view.
+    return result if hidden_states.dim() == 2 else result.view(hidden_states.shape)
 
 
 def _compute(
