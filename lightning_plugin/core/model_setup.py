@@ -1,6 +1,6 @@
 """Shards a module for one strategy.
 
-The order is: stages, experts, layers, sequences, activation checkpoints, data axes.
+The order is: stages, experts, layers, sequences, activation checkpoints, compiled blocks, data axes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
+from weft._plugin.compile_option import check_blocks, compile_model
 from weft._plugin.meshes import TENSOR_AXIS
 from weft._plugin.metrics import synchronize_metrics_over
 from weft._plugin.read_bar import ReadBar
@@ -42,6 +43,8 @@ def apply_plan(
         shows_progress: show a bar of the bytes that this rank reads from files.
         shard_options: `entry_points` and `root_is_unit` of `DataAxes.shard`.
     """
+    if engine.options.compile is not None:
+        check_blocks(engine, module)
     synchronize_metrics_over(engine.data_group, module)
     bar = ReadBar(shows_progress)
     with bar.shown():
@@ -61,6 +64,8 @@ def apply_plan(
             _check_gated_mlps(engine, module)
         _shard_sequences(engine, module)
         _checkpoint_activations(engine, module)
+        if engine.options.compile is not None:
+            compile_model(engine, module)
         if engine.plan is not None:
             _shard_over_data_axes(engine, module, **shard_options)
     if engine.plan is not None:

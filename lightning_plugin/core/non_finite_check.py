@@ -60,8 +60,8 @@ class NonFiniteMixin:
             there is none, the first module's output or parameter whose gradient is not finite before it is averaged.
             Hooks then read each input and output of each module, and the gradients of outputs and parameters: one small
             reduction for each, without waiting for the device. Infinite outputs with a minus sign are ignored, because
-            masks have them. Modules in a fused MLP, and in a module compiled by `torch.compile`, are not seen, nor are
-            the logits of a `vocab_head`.
+            masks have them. Modules in a fused MLP, in a module compiled by `torch.compile` and in a compiled block are
+            not seen, nor are the logits of a `vocab_head`.
     """
 
     def __init__(self, every_n_steps: int = 1, find_module: bool = False) -> None:
@@ -220,8 +220,13 @@ def _watched_modules(pl_module: nn.Module) -> dict[str, nn.Module]:
     """Return modules by name, without metrics, whose values need not be finite, and compiled ones, and their parts."""
     if _is_compiled(pl_module):
         return {}
+    from weft.strategy.modules.compiled_blocks import is_compiled_block
+
     modules = {f"{name}.": module for name, module in pl_module.named_modules()}
     left_out = tuple(name for name, module in modules.items() if _is_metric(module) or _is_compiled(module))
+    # The hooks of a compiled block itself run outside of its compiled code.
+    blocks = {name: module for name, module in modules.items() if is_compiled_block(module)}
+    left_out += tuple(f"{name}{child}." for name, block in blocks.items() for child, _ in block.named_children())
     watched = {name: module for name, module in modules.items() if not name.startswith(left_out)}
     return {unwrapped(name).removesuffix("."): module for name, module in watched.items()}
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
+from weft._plugin.compile_option import check_compile
 from weft._plugin.context_options import check_context, has_context_ranks
 from weft._plugin.expert_options import has_expert_ranks
 
@@ -116,6 +117,9 @@ class Options:
             pattern of module names, a list of them, or a dict from pattern to "full" or "selective".
         activation_offload: keep the inputs of checkpointed modules in CPU memory until the backward; only on CUDA
             devices.
+        compile: "blocks": each repeated block is compiled by torch.compile, after it is sharded and checkpointed; equal
+            blocks share their code. A dict: the same with arguments of torch.compile, such as {"mode": "max-autotune"}.
+            Without context-parallel ranks and split backwards. None: nothing is compiled.
         data_replicate_size: the number of replicas of the model, each sharded over the other axes; "auto": the ranks
             that the other sizes leave.
         zero_stage: what is sharded over the data-parallel axis. 3: parameters, gradients and optimizer states (FSDP2,
@@ -193,6 +197,7 @@ class Options:
     optimizer_in_backward: bool | Literal["rows"] = False
     activation_checkpointing: Any = "none"
     activation_offload: bool = False
+    compile: Literal["blocks"] | Mapping[str, Any] | None = None
     data_replicate_size: int | str = 1
     zero_stage: int | None = None
     layout: str | None = None
@@ -325,6 +330,7 @@ class Options:
         sizes = self._sizes(owner, data_parallel_size, tensor_parallel_size)
         self._validate_pipeline(owner, sizes)
         check_context(owner, self, sizes)
+        check_compile(owner, self, sizes)
         return sizes
 
     def _validate_states(self, owner: str) -> None:

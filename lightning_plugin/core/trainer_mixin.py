@@ -465,7 +465,10 @@ def _with_full_sequences(step: Any, *args: Any, **kwargs: Any) -> Any:
 def _why_all_gradients(has_stages: bool, model: Any) -> str:
     """Return why clipping by norm needs all gradients at once; "": the backward can run twice instead."""
     from weft.strategy.modules.activation_checkpointing import has_selective_checkpoints
+    from weft.strategy.modules.compiled_blocks import has_compiled_blocks
 
     if has_stages:
         return "the norm is that of the gradients of all stages"
+    if has_compiled_blocks(model):
+        return "compiled blocks support one backward"
     return "selective checkpoints support one backward" if has_selective_checkpoints(model) else ""

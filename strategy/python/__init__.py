@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from weft.strategy.export import export_local
     from weft.strategy.full_results import full, local_parameters
     from weft.strategy.modules.activation_checkpointing import checkpoint_activations
+    from weft.strategy.modules.compiled_blocks import compile_blocks
     from weft.strategy.modules.gate_up import join_gate_up
     from weft.strategy.optimizers.fused_optimizers import fuse
     from weft.strategy.optimizers.grad_scaler import agree_on_overflow
@@ -45,6 +46,7 @@ _MODULES = {
     "export": ("export_local",),
     "full_results": ("full", "local_parameters"),
     "modules.activation_checkpointing": ("checkpoint_activations",),
+    "modules.compiled_blocks": ("compile_blocks",),
     "modules.gate_up": ("join_gate_up",),
     "optimizers.fused_optimizers": ("fuse",),
     "optimizers.grad_scaler": ("agree_on_overflow",),
@@ -86,6 +88,7 @@ __all__ = [
     "check_replicated_gradients",
     "checkpoint_activations",
     "compare",
+    "compile_blocks",
     "convert",
     "deferred_init",
     "draw",

@@ -18,7 +18,7 @@ from weft.strategy._plan import shard_range
 from weft.strategy.deferred import check_written, materialize, materialize_buffers
 from weft.strategy.experts.layer import ExpertsState
 from weft.strategy.experts.recognition import layout_of, num_experts_of
-from weft.strategy.modules.activation_checkpointing import CheckpointedModule, checkpoint_activations
+from weft.strategy.modules.activation_checkpointing import CheckpointedModule, WrappedForward, checkpoint_activations
 from weft.strategy.modules.offload import offload_activations
 from weft.strategy.modules.parallel_classes import set_parallel_class
 from weft.strategy.plan import Plan, Rules
@@ -193,10 +193,14 @@ def _check_modules(model: nn.Module) -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module_name, module in model.named_modules():
         parameters = [p for p in module._parameters.values() if p is not None]
-        if isinstance(module, CheckpointedModule):
+        if isinstance(module, WrappedForward):
+            is_checkpointed = isinstance(module, CheckpointedModule)
+            done, function = (
+                ("checkpointed", "checkpoint_activations") if is_checkpointed else ("compiled", "compile_blocks")
+            )
             raise ValueError(
-                f"parallelize: '{module_name}' is checkpointed already, and its new forward would not be; call "
-                "checkpoint_activations after parallelize."
+                f"parallelize: '{module_name}' is {done} already, and its new forward would not be; call "
+                f"{function} after parallelize."
             )
         shown = f"'{module_name}'" if module_name else "the model itself"
         if parameters and isinstance(module, torch.jit.ScriptModule):

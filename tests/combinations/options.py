@@ -56,6 +56,7 @@ OPTIONS: dict[str, Option] = {
     'optimizer_in_backward="rows"': _strategy(optimizer_in_backward="rows"),
     'activation_checkpointing="full"': _strategy(activation_checkpointing="full"),
     'activation_checkpointing="selective"': _strategy(activation_checkpointing="selective"),
+    'compile={"backend": "aot_eager"}': _strategy(compile={"backend": "aot_eager"}),
     'optimizer_state="bfloat16"': Option({"optimizer_state": "bfloat16"}, changes_results=True, is_low=True),
     'optimizer_state="int8"': Option({"optimizer_state": "int8"}, changes_results=True, is_low=True),
     'master_weights="split"': Option(

@@ -30,6 +30,9 @@ TRIPLES = [
     Combination(
         "pp2,tp2", ("sequence_parallel=True", 'pipeline_schedule="zero_bubble"', 'activation_checkpointing="full"')
     ),
+    Combination(
+        "pp2,tp2", ("sequence_parallel=True", 'activation_checkpointing="full"', 'compile={"backend": "aot_eager"}')
+    ),
 ]
 
 

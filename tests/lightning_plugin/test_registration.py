@@ -63,7 +63,7 @@ def test_signature_extends_signature_of_lightning(name: str) -> None:
             "micro_batch_weight",
         ]
     last_arguments = ["resume"] if name in TRAINER_MODULES else []
-    assert list(ours)[-23 - len(pipeline_arguments) - len(last_arguments) :] == [
+    assert list(ours)[-25 - len(pipeline_arguments) - len(last_arguments) :] == [
         "plan",
         "check_batches",
         "check_batches_every",
@@ -75,6 +75,7 @@ def test_signature_extends_signature_of_lightning(name: str) -> None:
         "optimizer_in_backward",
         "activation_checkpointing",
         "activation_offload",
+        "compile",
         "data_replicate_size",
         "zero_stage",
         "layout",

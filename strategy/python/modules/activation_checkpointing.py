@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
 
 from weft.strategy._plan import matches
-from weft.strategy.modules.argument_caches import caches_as_now
+from weft.strategy.modules.argument_caches import caches_in_first_state
 from weft.strategy.modules.kept_recomputation import checkpoint
 from weft.strategy.modules.offload import OffloadedModule
 from weft.strategy.sharding.remote_layers import RemoteLayer
@@ -132,7 +133,7 @@ def repeated_blocks(model: nn.Module) -> list[str]:
         holds_blocks = is_list or is_numbered or isinstance(module, nn.Sequential)
         entries = [(key, entry) for key, entry in module.named_children() if not isinstance(entry, RemoteLayer)]
         entries = entries if holds_blocks else []
-        alike = len({_class_without_checkpoint(entry) for _, entry in entries}) == 1
+        alike = len({_class_without_wrapper(entry) for _, entry in entries}) == 1
         if alike and len(entries) >= (2 if isinstance(module, nn.Sequential) else 1):
             prefix = f"{name}." if name else ""
             found += [prefix + key for key, entry in entries if _is_block(entry)]
@@ -143,9 +144,8 @@ def _is_block(entry: nn.Module) -> bool:
     return type(entry).forward is not nn.Module.forward and any(True for _ in entry.children())
 
 
-def _class_without_checkpoint(module: nn.Module) -> type[nn.Module]:
-    cls = original_class(module)
-    return cls.__mro__[2] if issubclass(cls, CheckpointedModule) else cls
+def _class_without_wrapper(module: nn.Module) -> type:
+    return next(cls for cls in original_class(module).__mro__ if not issubclass(cls, WrappedForward))
 
 
 def split_count(what: object) -> tuple[object, int | None]:
@@ -194,6 +194,11 @@ def _check_module(name: str, module: nn.Module, mode: str, offload: bool) -> Non
             f"{'with' if module.checkpoint_mode[1] else 'without'} offload already; give it the same again, or build "
             "the model anew."
         )
+    if isinstance(module, WrappedForward) and not isinstance(module, CheckpointedModule):
+        raise ValueError(
+            f"checkpoint_activations: {shown} is compiled already, and a checkpoint belongs inside the compiled code; "
+            "call compile_blocks after checkpoint_activations, or build the model anew."
+        )
     offloaded = next((n for n, m in module.named_modules(prefix=name) if isinstance(m, OffloadedModule)), None)
     if offloaded is not None:
         raise ValueError(
@@ -225,7 +230,11 @@ def why_not_wrapped(module: nn.Module) -> str | None:
     return "its forward was replaced on the instance" if "forward" in module.__dict__ else None
 
 
-class CheckpointedModule:
+class WrappedForward:
+    """The first base of each class that wraps the forward of a module's class, which is the second base."""
+
+
+class CheckpointedModule(WrappedForward):
     """Marks every module that checkpoint_activations has changed."""
 
     checkpoint_mode: tuple[str, bool]  # "full" or "selective", and whether its inputs are offloaded
@@ -244,10 +253,19 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
 
     # With offload, the tensors among the keyword arguments are the last len(names) entries of `args`, and `names` has
     # their names: save_on_cpu offloads only tensors that are positional arguments.
-    def run(self: nn.Module, restore: _Restore, kwargs: dict[str, Any], names: list[str], *args: Any) -> Any:
+    def run(
+        self: nn.Module,
+        make_lengths_context: Any,
+        join: Any,
+        caches: Any,
+        kwargs: dict[str, Any],
+        names: list[str],
+        *args: Any,
+    ) -> Any:
         num_args = len(args) - len(names)
-        args, kwargs = restore((args[:num_args], {**kwargs, **dict(zip(names, args[num_args:], strict=True))}))
-        make_lengths_context = restore.make_lengths_context
+        args, kwargs = join((args[:num_args], {**kwargs, **dict(zip(names, args[num_args:], strict=True))}))
+        if caches is not None:
+            args, kwargs = caches(args, kwargs)
         with contextlib.nullcontext() if make_lengths_context is None else make_lengths_context():
             return own_forward(self, *args, **kwargs)
 
@@ -259,35 +277,15 @@ def _checkpointed_class(cls: type[nn.Module], mode: str, offload: bool) -> type[
             names = [name for name, value in kwargs.items() if offload and isinstance(value, Tensor)]
             if names:
                 kwargs = {name: kwargs[name] for name in sorted(kwargs, key=names.__contains__)}  # as `run` joins them
-            restore = _Restore(self, args, kwargs)
-            args, kwargs = restore.without_sequences
+            caches = None if torch.compiler.is_compiling() else caches_in_first_state(args, kwargs)
+            (args, kwargs), join = _without_sequences((args, kwargs))
             others = {name: value for name, value in kwargs.items() if name not in names}
-            args = (self, restore, others, names, *args, *(kwargs[name] for name in names))
-            return checkpoint(run, *args, contexts=contexts)
+            settings = (_lengths_context(self), join, caches)
+            args = (self, *settings, others, names, *args, *(kwargs[name] for name in names))
+            return checkpoint(run, *args, contexts=_compiled_contexts(args, contexts))
 
     namespace = {"__module__": cls.__module__, "forward": forward, "checkpoint_mode": (mode, offload)}
     return type(cls.__name__, (CheckpointedModule, cls), namespace)
-
-
-class _Restore:
-    """Makes the arguments of a module's forwards, from shards of those that it was called with.
-
-    without_sequences: the arguments with shards in place of sequences that context parallelism shards.
-    make_lengths_context: see `_lengths_context`.
-    """
-
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.make_lengths_context = _lengths_context(module)
-        self._caches = None if torch.compiler.is_compiling() else caches_as_now(args, kwargs)
-        self._is_again = False
-        self.without_sequences, self._join = _without_sequences((args, kwargs))
-
-    def __call__(self, arguments: Any) -> Any:
-        args, kwargs = self._join(arguments)
-        if self._caches is not None and self._is_again:
-            args, kwargs = self._caches(args, kwargs)
-        self._is_again = True
-        return args, kwargs
 
 
 def _without_sequences(arguments: Any) -> tuple[Any, Any]:
@@ -302,16 +300,48 @@ def _without_sequences(arguments: Any) -> tuple[Any, Any]:
 def _lengths_context(module: nn.Module) -> Any:
     """Return a function that returns a context manager, in which the recomputation has this forward's sequence lengths.
 
-    None: the module has no role in a sequence region, or is its first block, which sets the lengths itself.
+    None: the module has no role in a sequence region, or is its first block, which sets the lengths itself; or
+    torch.compile traces the forward, and the lengths are in the code.
     """
     state = state_of(module)
-    if state is None or state.sequence_role is None or state.sequence_role.is_first_block:
+    if torch.compiler.is_compiling() or state is None or state.sequence_role is None:
+        return None
+    if state.sequence_role.is_first_block:
         return None
     return functools.partial(state.sequence_role.region.with_lengths, state.sequence_role.region.lengths)
 
 
 def _selective_contexts() -> Any:
     return torch_checkpoint.create_selective_checkpoint_contexts(list(_saved_operators()))
+
+
+def _compiled_contexts(args: tuple[Any, ...], contexts: Any) -> Any:
+    """Return `contexts`, or in code that torch.compile traces for CPUs, contexts that also save random numbers.
+
+    torch 2.15 fails to draw them again in the backward on a CPU if the code has DTensors for inputs.
+    """
+    on_cpu = any(isinstance(each, Tensor) and each.device.type == "cpu" for each in args)
+    if not (torch.compiler.is_compiling() and on_cpu):
+        return contexts
+    return _full_contexts_with_random if contexts is None else _selective_contexts_with_random
+
+
+def _full_contexts_with_random() -> Any:
+    return torch_checkpoint.create_selective_checkpoint_contexts(_random_policy)
+
+
+def _selective_contexts_with_random() -> Any:
+    return torch_checkpoint.create_selective_checkpoint_contexts(_selective_random_policy)
+
+
+def _random_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return CheckpointPolicy.MUST_SAVE if is_random else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _selective_random_policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_saved = torch.Tag.nondeterministic_seeded in op.tags or op in _saved_operators()
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @functools.cache

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-def caches_as_now(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any, Any], tuple[Any, Any]] | None:
-    """Return a function that takes arguments like these, and returns them with caches in their current state.
+def caches_in_first_state(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+    """Return a function that takes these arguments, and returns them with the caches in their current state.
 
-    None: there is no cache of Transformers among the arguments. Tensors of caches are not copied: an update makes new
-    ones, or writes the same values again.
+    Its first call returns the caches themselves, and later calls return copies. None: there is no cache of Transformers
+    among the arguments. Tensors of caches are not copied: an update makes new ones, or writes the same values again.
     """
     module = sys.modules.get("transformers.cache_utils")
     found = [] if module is None else [each for each in (*args, *kwargs.values()) if isinstance(each, module.Cache)]
@@ -24,7 +26,14 @@ def caches_as_now(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[An
         return None
     saved = {id(cache): _copy(cache) for cache in found}
 
+    num_calls = 0
+
     def restore(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            return args, kwargs
+
         def restored(value: Any) -> Any:
             return _copy(saved[id(value)]) if id(value) in saved else value
 

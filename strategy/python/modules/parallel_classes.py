@@ -272,7 +272,7 @@ def _sequence_forward_of(cls: type[nn.Module], has_local_attributes: bool = Fals
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        role = self._weft_state.sequence_role
+        role = self._weft_state.inner_role or self._weft_state.sequence_role
         args, kwargs = role.prepare_inputs(args, kwargs)
         return role.finish_output(plain(self, *args, **kwargs))
 

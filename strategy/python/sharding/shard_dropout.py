@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.strategy._plan import shard_range
-
 
 @dataclasses.dataclass(frozen=True)
 class ShardedDim:
@@ -54,13 +52,20 @@ class ShardedDim:
     def matches(self, shard: Tensor, rank: int, num_ranks: int) -> bool:
         """Return whether the sharded dim of a tensor has the size of this rank's shard."""
         dim = self.dim_of(shard)
-        return dim is not None and shard.shape[dim] == shard_range(self.size, num_ranks, rank)[1]
+        return dim is not None and shard.shape[dim] == range_of_shard(self.size, num_ranks, rank)[1]
 
     def dim_of(self, shard: Tensor) -> int | None:
         """Return the sharded dim of a tensor; None if its number of dims does not match."""
         if self.dim == self.ndim - 1 and shard.dim() > 0:
             return shard.dim() - 1
         return self.dim if shard.dim() == self.ndim else None
+
+
+def range_of_shard(size: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """Return the same (start, length) as `_plan.shard_range`, a function in C++ that torch.compile does not trace."""
+    chunk = -(-size // num_ranks)
+    start = min(rank * chunk, size)
+    return start, min(chunk, size - start)
 
 
 def shard_dropout(shard: Tensor, p: float, sharded: ShardedDim, rank: int, num_ranks: int) -> Tensor:
@@ -70,7 +75,7 @@ def shard_dropout(shard: Tensor, p: float, sharded: ShardedDim, rank: int, num_r
     """
     sharded_dim = sharded.dim_of(shard)
     assert sharded_dim is not None
-    start, length = shard_range(sharded.size, num_ranks, rank)
+    start, length = range_of_shard(sharded.size, num_ranks, rank)
     # F.dropout draws in memory order; the full tensor is assumed to have the shard's order of dims in memory.
     order = sorted(range(shard.dim()), key=shard.stride, reverse=True)
     shape = [sharded.size if dim == sharded_dim else shard.shape[dim] for dim in order]

@@ -62,6 +62,7 @@ class ModuleState:
     vocab_start: int = 0  # for a vocab_embedding or vocab_head: the first row on this rank
     is_layer_of_fused: bool = False  # it is a layer of a fused MLP
     sequence_role: SequenceRole | None = None  # its role if activations are sharded along the sequence
+    inner_role: SequenceRole | None = None  # of a compiled block: its role inside of the compiled code, if that differs
     precision: torch.dtype | None = None  # the dtype that it computes in; None: no rule names one
     local_attributes: tuple[tuple[str, int], ...] = ()  # (name, value on this rank in the forward), as for head counts
     dropout_inputs: tuple[ShardedDim, ...] = ()  # for an nn.Dropout between column and row layers: sharded dim by input
