@@ -30,11 +30,13 @@ from weft.strategy.planning.layout import Sizes
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
 
 # These examples import packages that `support/without_optional` hides from other processes; 08 and 12 draw.
-WITH_OPTIONAL_PACKAGES = {"05_huggingface.py", "08_pipeline_resnet50.py", "12_pipeline_trainer.py", "13_finetune.py"}
+WITH_OPTIONAL_PACKAGES = {
+    *("05_huggingface.py", "08_pipeline_resnet50.py", "12_pipeline_trainer.py", "13_finetune.py", "15_experts.py"),
+}
 # The processes of a command that are forks of one with all imports; 02 starts new interpreters.
 WARM_PROCESSES = {
     **dict.fromkeys(("04_llama_2d.py", "05_huggingface.py", "06_fabric.py", "07_cli/main.py", "13_finetune.py"), 2),
-    "14_long_context.py": 2,
+    **dict.fromkeys(("14_long_context.py", "15_experts.py"), 2),
     **dict.fromkeys(("01_one_op.py", "03_train_text.py", "08_pipeline_resnet50.py", "11_pipeline_messages.py"), 3),
     **{"09_pipeline_lm.py": 5, "10_three_gpus.py": 4, "12_pipeline_trainer.py": 2},
 }
@@ -309,6 +311,23 @@ def test_fine_tuned_adapter_is_read_back(tmp_path: Path) -> None:
     [at_start] = re.findall(r"step 0: loss (\S+)", second)
     before, after = map(float, figures)
     assert after < before == pytest.approx(float(at_start), abs=2e-5)
+
+
+def test_experts_on_any_layout_give_the_losses_of_one_device(tmp_path: Path) -> None:
+    """The command is started on two ranks."""
+    losses, balances = {}, {}
+    for layout, stage, ranks in (("dp1", 1, 1), ("dp2,ep2", 1, 0), ("dp4,ep2", 3, 4)):
+        options = ("--layout", layout, "--devices", str(ranks or 2), "--zero-stage", str(stage), "--steps", "2")
+        stdout = run_example("15_experts.py", *options, cwd=tmp_path, warm_ranks=ranks)
+        losses[layout] = [float(loss) for loss in re.findall(r"step \d: loss (\S+)", stdout)]
+        balances[layout] = re.findall(r"tokens of its experts (\[.*?\])", stdout)
+        held = {"dp1": "8", "dp2,ep2": "4", "dp4,ep2": "2"}[layout]
+        # Of warm ranks, the output of rank 0 is read.
+        assert re.findall(r"holds (\d+) of 8 experts", stdout) == [held] * (1 if ranks else 2)
+    assert len(losses["dp1"]) == len(balances["dp1"]) == 2
+    for layout in ("dp2,ep2", "dp4,ep2"):
+        assert losses[layout] == pytest.approx(losses["dp1"], abs=2e-5)
+        assert balances[layout] == balances["dp1"]
 
 
 def test_long_sequences_on_any_layout_give_the_losses_of_one_device(tmp_path: Path) -> None:

@@ -1,0 +1,205 @@
+"""Modules with experts: recognition, the plan style, sharding with all its errors, and communication."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import weft
+from support.hugging_face import EXPERT_CONFIGS, VOCAB, language_model
+from support.ranks import on_ranks
+from weft import flight
+from weft.strategy.experts import find_experts, is_expert, parallelize_experts
+
+DENSE_LAYERS = {"deepseek_v3": 1}
+PLANS: dict[str, Any] = {
+    "auto": "auto",
+    "rule": {"model.layers.*.mlp.experts": "experts"},
+    "name of transformers": {"model.layers.*.mlp.experts": "moe_tp_experts"},
+    "huggingface": "huggingface",
+}
+
+
+def expert_mesh(world_size: int, num_holders: int = 1) -> DeviceMesh:
+    names = ("data_parallel", "expert_parallel")
+    return init_device_mesh("cpu", (num_holders, world_size // num_holders), mesh_dim_names=names)
+
+
+def experts_of(model: nn.Module) -> nn.Module:
+    return model.get_submodule("model.layers.1.mlp.experts")
+
+
+# ---- recognition -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", EXPERT_CONFIGS)
+def test_experts_of_transformers_are_found(family: str) -> None:
+    model = language_model(family)
+    first = DENSE_LAYERS.get(family, 0)
+    found = find_experts(model)
+    assert list(found) == [f"model.layers.{i}.mlp.experts" for i in range(first, 2)]
+    for name, layout in found.items():
+        assert set(layout.names) == {each for each, _ in model.get_submodule(name).named_parameters()}
+        is_gpt_oss = family == "gpt_oss"
+        assert (layout.up_bias is not None, layout.is_transposed, layout.is_concatenated) == (
+            *(is_gpt_oss, is_gpt_oss, not is_gpt_oss),
+        )
+
+
+def _with_another_parameter(experts: Any) -> None:
+    experts.scale = nn.Parameter(torch.ones(1))
+
+
+def _with_another_shape(experts: Any) -> None:
+    experts.down_proj = nn.Parameter(experts.down_proj[:, :, 1:].detach())
+
+
+def _with_a_layer(experts: Any) -> None:
+    experts.norm = nn.LayerNorm(32)
+
+
+def _without_a_flag(experts: Any) -> None:
+    del experts.has_gate
+
+
+def _with_another_forward(experts: Any) -> None:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    experts.__class__ = type("Experts", (type(experts),), {"forward": forward})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_with_another_parameter, _with_another_shape, _with_a_layer, _without_a_flag, _with_another_forward],
+)
+def test_other_modules_are_no_experts(change: Any) -> None:
+    model = language_model("mixtral")
+    change(model.get_submodule("model.layers.0.mlp.experts"))
+    assert list(find_experts(model)) == ["model.layers.1.mlp.experts"]
+
+
+# ---- results -----------------------------------------------------------------------------------------------
+
+
+def _outcome(model: nn.Module, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    logits = model(ids).logits
+    logits.logsumexp(-1).square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return logits.detach(), {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_ranks_may_have_different_numbers_of_tokens(rank: int, world_size: int, family: str) -> None:
+    """One rank has none; gradients of experts are sums over all tokens, divided by the number of ranks."""
+    torch.manual_seed(0)
+    reference = language_model(family)
+    model = copy.deepcopy(reference)
+    assert parallelize_experts(model, expert_mesh(world_size)) == list(find_experts(reference))
+    assert is_expert(experts_of(model).down_proj) and not is_expert(model.lm_head.weight)
+    torch.manual_seed(1)
+    num_tokens = [0, 5, 2][:world_size]
+    inputs = (torch.randn(sum(num_tokens), 32).double(), torch.rand(sum(num_tokens), 2).double())
+    ids = torch.randint(0, 7, (sum(num_tokens), 2))
+    tokens, weights = (each.split(num_tokens)[rank].clone().requires_grad_() for each in inputs)
+    all_tokens, all_weights = (each.clone().requires_grad_() for each in inputs)
+    result = experts_of(model)(tokens, ids.split(num_tokens)[rank], weights)
+    expected = experts_of(reference)(all_tokens, ids, all_weights)
+    for each in (result, expected):
+        each.square().sum().backward()
+    torch.testing.assert_close(result, expected.split(num_tokens)[rank], rtol=1e-10, atol=1e-12)
+    for mine, full in ((tokens, all_tokens), (weights, all_weights)):
+        torch.testing.assert_close(mine.grad, full.grad.split(num_tokens)[rank], rtol=1e-10, atol=1e-12)
+    for (name, mine), full in zip(
+        experts_of(model).named_parameters(), experts_of(reference).parameters(), strict=True
+    ):
+        scaled = mine.grad.full_tensor() * world_size
+        torch.testing.assert_close(scaled, full.grad, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plan", PLANS)
+def test_style_shards_experts_over_tensor_parallel_ranks(world_size: int, plan: str) -> None:
+    torch.manual_seed(0)
+    reference = language_model("mixtral")
+    model = copy.deepcopy(reference)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor_parallel",))
+    weft.parallelize(model, mesh, PLANS[plan])
+    for parameter in experts_of(model).parameters():
+        assert isinstance(parameter, DTensor) and parameter.placements == (Shard(0),) and not is_expert(parameter)
+    assert "experts" in str(weft.strategy.report(model))
+    ids = torch.randint(0, VOCAB, (1, 5))  # the number of tokens does not divide by that of the ranks
+    (logits, gradients), (expected_logits, expected) = _outcome(model, ids), _outcome(reference, ids)
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-10, atol=1e-12)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ---- communication -----------------------------------------------------------------------------------------
+
+
+def _calls(function: Any) -> Counter[str]:
+    before = max((each["begin"] for each in flight.calls()), default=0.0)
+    function()
+    return Counter(each["call"].partition("(")[0] for each in flight.calls() if each["begin"] > before)
+
+
+@on_ranks(2)
+def test_communication_of_a_layer(world_size: int) -> None:
+    torch.manual_seed(0)
+    models = {"ep": language_model("mixtral"), "tp": language_model("mixtral")}
+    parallelize_experts(models["ep"], expert_mesh(world_size))
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor_parallel",))
+    weft.parallelize(models["tp"], mesh, PLANS["rule"])
+    for kind, model in models.items():
+        experts = experts_of(model)
+        tokens = torch.randn(6, 32, dtype=torch.float64, requires_grad=True)
+        weights = torch.rand(6, 2, dtype=torch.float64, requires_grad=True)
+        ids = torch.randint(0, 7, (6, 2))
+        results = []
+        forward = _calls(lambda t=tokens, i=ids, w=weights, e=experts, r=results: r.append(e(t, i, w)))
+        backward = _calls(lambda r=results: r[0].sum().backward())
+        gathers = kind == "tp"
+        assert forward == Counter({"all_to_all": 3, **({"all_gather": 1} if gathers else {})}), (kind, forward)
+        assert backward == Counter({"all_to_all": 2, **({"all_gather": 2} if gathers else {})}), (kind, backward)
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_errors_change_nothing(world_size: int) -> None:
+    mesh = expert_mesh(world_size)
+    with pytest.raises(ValueError, match=r"got a Llama\w+ without a module of experts"):
+        parallelize_experts(language_model("llama"), mesh)
+    model = language_model("mixtral", num_local_experts=1, num_experts_per_tok=1)
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts': of its 1 experts, the last of 2 ranks would"):
+        parallelize_experts(model, mesh)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    tensor_mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor_parallel",))
+    with pytest.raises(ValueError, match=r"a mesh with the axes \('tensor_parallel',\); give one"):
+        parallelize_experts(model, tensor_mesh)
+    with pytest.raises(ValueError, match=r"'experts' cannot shard 'model.layers.0.mlp.experts': of its 1 experts"):
+        weft.parallelize(model, tensor_mesh, PLANS["rule"])
+    with pytest.raises(ValueError, match=r"'experts' cannot shard 'model.norm': it has no parameters gate_up_proj"):
+        weft.parallelize(model, tensor_mesh, {"model.norm": "experts"})
+    model = language_model("mixtral")
+    weft.parallelize(model, tensor_mesh, PLANS["rule"])
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts' are DTensors already; call"):
+        parallelize_experts(model, mesh)
+    model = language_model("mixtral")
+    parallelize_experts(model, mesh)
+    parallelize_experts(model, mesh)  # changes nothing
+    assert experts_of(model).down_proj.shape == (7, 32, 48)
+    with pytest.raises(ValueError, match=r"are sharded over .* already, not over"):
+        parallelize_experts(model, expert_mesh(world_size, num_holders=2))
+    dist.barrier()
