@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from weft._plugin.expert_counts import ExpertCounts
 from weft._plugin.monitors import check_at_least_one, log, num_steps
 from weft._plugin.strategy_mixin import StrategyMixin
 
@@ -31,9 +29,7 @@ class ExpertMixin:
         if every_n_steps is not None:
             check_at_least_one("ExpertMonitor", "every_n_steps", every_n_steps)
         self._every_n_steps = every_n_steps
-        self._counts: dict[str, Tensor] = {}
-        self._handles: list[Any] = []
-        self._is_step = False
+        self._counts: ExpertCounts | None = None
         self._table: dict[str, list[int]] = {}
         self._step = self._reported_step = -1
 
@@ -48,22 +44,17 @@ class ExpertMixin:
         return {name: list(counts) for name, counts in self._table.items()}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        from weft.strategy.experts import find_experts, num_experts_of
-
         self._step, self._reported_step = num_steps(trainer, pl_module), -1
         self._remove()
-        device = trainer.strategy.root_device
-        for name, layout in find_experts(pl_module).items():
-            module = pl_module.get_submodule(name)
-            self._counts[name] = torch.zeros(num_experts_of(module, layout), dtype=torch.int64, device=device)
-            count = functools.partial(self._count, name)
-            self._handles.append(module.register_forward_pre_hook(count, with_kwargs=True))
+        self._counts = ExpertCounts(pl_module, trainer.strategy.root_device)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._is_step = True
+        if self._counts is not None:
+            self._counts.begin_batch()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._is_step = False
+        if self._counts is not None:
+            self._counts.end_batch()
         before, self._step = self._step, num_steps(trainer, pl_module)
         if self._every_n_steps and self._step != before and self._step % self._every_n_steps == 0:
             self._report(trainer)
@@ -83,26 +74,18 @@ class ExpertMixin:
         self._remove()
 
     def _remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._counts, self._is_step = [], {}, False
-
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def _count(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_recomputation = torch._C._current_graph_task_id() != -1
-        if not self._is_step or is_recomputation:
-            return
-        ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
-        shard = getattr(ids, "local", ids)  # of a sequence that is sharded over context-parallel ranks
-        counts = self._counts[name]
-        counts += torch.bincount(shard.flatten(), minlength=counts.numel())
+        if self._counts is not None:
+            self._counts.remove()
+        self._counts = None
 
     def _report(self, trainer: Any) -> None:
         self._reported_step = self._step
+        if self._counts is None:
+            return
         strategy = trainer.strategy
         # The ranks of a tensor-parallel group count the same tokens.
         counts_here = not isinstance(strategy, StrategyMixin) or strategy.tensor_parallel_group.rank() == 0
-        mine = {name: counts.tolist() if counts_here else [0] * counts.numel() for name, counts in self._counts.items()}
+        mine = {n: counts.tolist() if counts_here else [0] * counts.numel() for n, counts in self._counts.of.items()}
         tables: list[Any] = [mine]
         if dist.is_available() and dist.is_initialized():
             tables = [None] * dist.get_world_size()
@@ -112,7 +95,6 @@ class ExpertMixin:
             for name, counts in table.items():
                 before = self._table.get(name, [0] * len(counts))
                 self._table[name] = [left + right for left, right in zip(before, counts, strict=True)]
-        for counts in self._counts.values():
-            counts.zero_()
+        self._counts.restart()
         shares = {name: max(counts) * len(counts) / max(sum(counts), 1) for name, counts in self._table.items()}
         log(trainer, {f"experts/{name}": share for name, share in shares.items()}, self._step)

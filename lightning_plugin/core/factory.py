@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft._plugin.batch_size_finder import BatchSizeMixin
+from weft._plugin.expert_balance import BalanceMixin
 from weft._plugin.expert_monitor import ExpertMixin
 from weft._plugin.fabric_mixin import FabricMixin
 from weft._plugin.health_monitor import HealthMixin
@@ -33,6 +34,7 @@ CALLBACKS: dict[str, type] = {
     "ThroughputMonitor": ThroughputMixin,
     "MemoryMonitor": MemoryMixin,
     "ExpertMonitor": ExpertMixin,
+    "ExpertBalance": BalanceMixin,
     "HealthMonitor": HealthMixin,
     "Preemption": PreemptionMixin,
     "PretrainedCheckpoint": PretrainedCheckpointMixin,

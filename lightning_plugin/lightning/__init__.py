@@ -17,6 +17,7 @@ WeftModelParallelStrategy = factory.strategy_class(_FLAVOUR)
 ThroughputMonitor = factory.callback_class(_FLAVOUR, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(_FLAVOUR, "MemoryMonitor")
 ExpertMonitor = factory.callback_class(_FLAVOUR, "ExpertMonitor")
+ExpertBalance = factory.callback_class(_FLAVOUR, "ExpertBalance")
 HealthMonitor = factory.callback_class(_FLAVOUR, "HealthMonitor")
 Preemption = factory.callback_class(_FLAVOUR, "Preemption")
 PretrainedCheckpoint = factory.callback_class(_FLAVOUR, "PretrainedCheckpoint")
@@ -27,6 +28,7 @@ BatchSizeFinder = factory.callback_class(_FLAVOUR, "BatchSizeFinder")
 
 __all__ = [
     "BatchSizeFinder",
+    "ExpertBalance",
     "ExpertMonitor",
     "HealthMonitor",
     "MemoryMonitor",

@@ -12,6 +12,7 @@ WeftModelParallelStrategy = factory.strategy_class(factory.PYTORCH_LIGHTNING)
 ThroughputMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "ThroughputMonitor")
 MemoryMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "MemoryMonitor")
 ExpertMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "ExpertMonitor")
+ExpertBalance = factory.callback_class(factory.PYTORCH_LIGHTNING, "ExpertBalance")
 HealthMonitor = factory.callback_class(factory.PYTORCH_LIGHTNING, "HealthMonitor")
 Preemption = factory.callback_class(factory.PYTORCH_LIGHTNING, "Preemption")
 PretrainedCheckpoint = factory.callback_class(factory.PYTORCH_LIGHTNING, "PretrainedCheckpoint")
@@ -22,6 +23,7 @@ BatchSizeFinder = factory.callback_class(factory.PYTORCH_LIGHTNING, "BatchSizeFi
 
 __all__ = [
     "BatchSizeFinder",
+    "ExpertBalance",
     "ExpertMonitor",
     "HealthMonitor",
     "MemoryMonitor",

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from support.hugging_face import EXPERT_CONFIGS, VOCAB, language_model
 from support.ranks import on_ranks, run_on_ranks
-from weft.lightning import ExpertMonitor, WeftModelParallelStrategy
+from weft.lightning import ExpertBalance, ExpertMonitor, WeftModelParallelStrategy
 from weft.lightning.fabric import WeftModelParallelStrategy as FabricStrategy
 from weft.strategy.checkpoint.manifest import Manifest
 from weft.strategy.data_parallel import sharded_states_of
@@ -282,3 +282,34 @@ def test_memory_of_experts_is_proportional_to_their_ranks(tmp_path: Path) -> Non
             assert found["parameters"] * held == full["parameters"], layout
             assert found["gradients"] * held == full["gradients"], layout
             assert found["moments"] * stepped == full["moments"], layout
+
+
+def balanced(rank: int, world_size: int, folder: str, layout: str, **settings: Any) -> dict[str, Tensor]:
+    """Train DeepSeek-V3 with biases of its router that balance it; return them."""
+    set_torchrun_environment(rank, world_size)
+    module = Tokens("deepseek_v3", clips=False)
+    callbacks = [ExpertBalance(rate=0.25)]
+    run = trainer(world_size, strategy_of(layout, 0), folder, callbacks=callbacks, limit_train_batches=3, **settings)
+    run.fit(module, loader(data_rank_of(rank, layout), LAYOUTS[layout][1]))
+    return {name: each.clone() for name, each in module.named_buffers() if name.endswith("correction_bias")}
+
+
+def test_biases_balance_experts(tmp_path: Path) -> None:
+    [expected] = run_on_ranks(1, balanced, folder=str(tmp_path), layout="tp1")
+    [name] = expected
+    assert set((expected[name] / 0.25).abs().tolist()) <= {1.0, 3.0} and expected[name].any()
+    [twice] = run_on_ranks(1, balanced, folder=str(tmp_path), layout="tp1", accumulate_grad_batches=2)
+    assert (twice[name].abs() <= 0.5).all()  # two optimizer steps
+    for layout in ("dp2,ep2", "tp2", "cp2,ep2"):
+        for found in run_on_ranks(LAYOUTS[layout][0], balanced, folder=str(tmp_path), layout=layout):
+            torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
+
+
+@on_ranks(1)
+def test_balance_needs_biases(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
+    run = trainer(1, "auto", tmp_path, callbacks=[ExpertBalance()])
+    with pytest.raises(ValueError, match="ExpertBalance got a Tokens without buffers 'e_score_correction_bias'"):
+        run.fit(Tokens("mixtral", clips=False), loader(0, 1))
+    with pytest.raises(ValueError, match="ExpertBalance got rate=0; pass a number above 0"):
+        ExpertBalance(rate=0)

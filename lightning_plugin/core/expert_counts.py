@@ -1,0 +1,55 @@
+"""Counts the tokens that each expert of a model gets in the forwards of training steps."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ExpertCounts:
+    """The tokens of each expert, by the name of the module that holds the experts, on this rank.
+
+    The ranks of a tensor-parallel group count the same tokens. Forwards outside of `begin_batch` and `end_batch`, such
+    as those of a validation, do not count, nor do recomputations in a backward.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
+        from weft.strategy.experts import find_experts, num_experts_of
+
+        self.of: dict[str, Tensor] = {}
+        self._handles: list[Any] = []
+        self._is_batch = False
+        for name, layout in find_experts(module).items():
+            experts = module.get_submodule(name)
+            self.of[name] = torch.zeros(num_experts_of(experts, layout), dtype=torch.int64, device=device)
+            count = functools.partial(self._count, name)
+            self._handles.append(experts.register_forward_pre_hook(count, with_kwargs=True))
+
+    def begin_batch(self) -> None:
+        self._is_batch = True
+
+    def end_batch(self) -> None:
+        self._is_batch = False
+
+    def restart(self) -> None:
+        for counts in self.of.values():
+            counts.zero_()
+
+    def remove(self) -> None:
+        """Stop counting."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _count(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        is_recomputation = torch._C._current_graph_task_id() != -1
+        if not self._is_batch or is_recomputation:
+            return
+        ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
+        shard = getattr(ids, "local", ids)  # of a sequence that is sharded over context-parallel ranks
+        counts = self.of[name]
+        counts += torch.bincount(shard.flatten(), minlength=counts.numel())
