@@ -96,7 +96,7 @@ def _bias_of(model: Any, name: str, counts: Tensor) -> Tensor | None:
     """Return the bias of the router beside the experts of this name; None: there is none."""
     parent = model.get_submodule(name.rpartition(".")[0])
     for module in (parent, *parent.children()):
-        bias = module._buffers.get(BIAS)
+        bias: Tensor | None = module._buffers.get(BIAS)
         if bias is not None and bias.numel() == counts.numel():
             return bias
     return None
