@@ -77,6 +77,7 @@ def test_sharded_experts_agree(layout: str, zero_stage: int) -> None:
     assert found.agrees and found.largest < 1e-12, str(found)
     rows = {row.parameter: row for row in found.parameters}
     assert rows["model.layers.1.mlp.experts.down_proj"].gradient is not None
+    assert not any("skipped" in note for note in found.notes)
     assert model.config._experts_implementation == "grouped_mm"
 
 
