@@ -11,27 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from weft._plugin.data_axes import DATA_AXIS, REPLICATE_AXIS
 
 if TYPE_CHECKING:
+    from weft.strategy.experts.axes import ExpertAxes
     from weft.strategy.planning.layout import MeshSizes
 
 TENSOR_AXIS = "tensor_parallel"
 PIPELINE_AXIS = "pipeline_parallel"
 CONTEXT_AXIS = "context_parallel"  # of layouts; in the mesh, its ranks are in data_parallel
 EXPERT_AXIS = "expert_parallel"  # only in the mesh of experts
-
-
-@dataclasses.dataclass(frozen=True)
-class ExpertAxes:
-    """The mesh of experts' parameters, with the same ranks as the mesh of all others.
-
-    mesh: the axes data_parallel, whose ranks hold the same experts, and expert_parallel take the place of the axes
-        data_parallel and tensor_parallel: each expert is on one rank along expert_parallel.
-    size: the number of ranks along expert_parallel that have different data.
-    gradients: the ranks that average gradients of this rank's experts, along data_replicate and data_parallel.
-    """
-
-    mesh: DeviceMesh
-    size: int
-    gradients: dist.ProcessGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +73,9 @@ def cached_mesh(stock: DeviceMesh, sizes: MeshSizes | None, has_stages: bool) ->
             group = mesh.get_group(DATA_AXIS) if num_replicas == 1 else _group_of_data_axes(mesh, num_stages)
         groups = _groups(mesh, group, num_context)
         if num_experts > 1:
-            groups = dataclasses.replace(groups, experts=_expert_axes(stock.device_type, shape, num_experts))
+            from weft.strategy.experts.axes import expert_axes
+
+            groups = dataclasses.replace(groups, experts=expert_axes(stock.device_type, shape, num_experts))
         _meshes[key] = (mesh, groups)
     return _meshes[key]
 
@@ -105,20 +93,6 @@ def axis_sizes(mesh: DeviceMesh, groups: Groups) -> dict[str, int]:
     if groups.experts is not None:
         sizes[EXPERT_AXIS] = groups.experts.size
     return sizes
-
-
-def _expert_axes(device_type: str, shape: dict[str, int], num_experts: int) -> ExpertAxes:
-    """Return the axes of experts' parameters in a mesh with these sizes; collective over the world."""
-    num_holders, num_shards = shape[DATA_AXIS] // num_experts, num_experts * shape[TENSOR_AXIS]
-    outer = {name: size for name, size in shape.items() if name not in (DATA_AXIS, TENSOR_AXIS)}
-    divided = {**outer, DATA_AXIS: num_holders, EXPERT_AXIS: num_shards}
-    mesh = init_device_mesh(device_type, tuple(divided.values()), mesh_dim_names=tuple(divided))
-    if REPLICATE_AXIS not in divided:
-        return ExpertAxes(mesh, num_experts, mesh.get_group(DATA_AXIS))
-    ranks = mesh.mesh.reshape(-1, divided[REPLICATE_AXIS] * num_holders, num_shards).transpose(1, 2).flatten(0, 1)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    assert isinstance(group, dist.ProcessGroup)
-    return ExpertAxes(mesh, num_experts, group)
 
 
 def _groups(mesh: DeviceMesh, gradients: dist.ProcessGroup, num_context: int) -> Groups:

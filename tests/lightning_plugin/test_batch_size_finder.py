@@ -13,6 +13,7 @@ from lightning_plugin.scripts.plugin_models import set_torchrun_environment, tra
 from lightning_plugin.test_dry_run import TOKENS, LitText
 from torch.utils.data import DataLoader
 
+from support.hugging_face import language_model
 from support.ranks import on_ranks
 from weft._plugin.console import Console
 from weft._plugin.largest_batch import _batch_of
@@ -42,6 +43,18 @@ class Text(LitText):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.sizes.append(len(batch))
         return super().training_step(batch, batch_idx)
+
+
+class Experts(Text):
+    """Has a mixture of experts."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            sizes = {"vocab_size": 256, "max_position_embeddings": TOKENS, "num_local_experts": 8}
+            self.model = language_model("mixtral", torch.float32, num_hidden_layers=1, **sizes)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.model(batch[:, :-1], labels=batch[:, 1:]).loss
 
 
 class Data(pl.LightningDataModule):
@@ -174,6 +187,16 @@ def test_stages_are_predicted(world_size: int, rank: int, tmp_path: Path, peaks:
     finder = BatchSizeFinder(max_batch_size=6)
     _fit(world_size, tmp_path, finder, Text(), layout="pp2", **STAGES)
     assert (finder.batch_size, finder.predicted_bytes) == (6, peaks[2] + 6 * ROW_BYTES)
+
+
+@on_ranks(2, timeout=400)
+def test_sharded_experts_are_predicted(world_size: int, rank: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
+    finder = BatchSizeFinder(max_batch_size=START)
+    _fit(world_size, tmp_path, finder, Experts(), layout="dp2,ep2", zero_stage=0, max_steps=0)
+    if rank == 0:
+        [expected] = estimate_all([Request(Experts, "dp2,ep2", num_rows=START, zero_stage=0)])
+        assert finder.predicted_bytes == expected.peak_bytes + START * ROW_BYTES
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import weft
 from support.example_modules import load_example
@@ -21,6 +22,9 @@ from weft.strategy.context import carry_through_fsdp, parallelize_context
 from weft.strategy.context.groups import context_groups
 from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fsdp
 from weft.strategy.data_parallel.fully_sharded import free_gathered, mixed_precision_policy, set_gradient_sync
+from weft.strategy.data_parallel.reducer import average_gradient
+from weft.strategy.data_parallel.replica_groups import ReplicaGroups
+from weft.strategy.experts import find_experts, parallelize_experts
 from weft.strategy.pipeline import Pipeline, find_staged
 from weft.strategy.pipeline.last_stage_modules import LastStageModules
 from weft.strategy.planning.layout import Sizes
@@ -66,6 +70,53 @@ def llama() -> nn.Module:
 
 def gpt2() -> nn.Module:
     return language_model("gpt2", torch.float32, **_GPT2, use_cache=False)
+
+
+_EXPERTS = {"hidden_size": 64, "num_hidden_layers": 2, "use_cache": False}
+
+
+def experts_of(family: str, implementation: str = "eager", **changes: Any) -> nn.Module:
+    """Return a mixture of experts of Hugging Face that chooses all experts equally often."""
+    model: Any = language_model(family, torch.float32, **{**_SIZES, **_EXPERTS, **changes})
+    model.set_experts_implementation(implementation)
+    for name in find_experts(model):
+        model.get_submodule(name).register_forward_pre_hook(_balance_choices)
+    return model
+
+
+def _balance_choices(module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Overwrite the router's choices, whose memory stays that of the router's choices."""
+    choices = args[1]
+    if type(choices) is Tensor:  # a dry run chooses by itself
+        choices.data.copy_(torch.arange(choices.numel()).remainder(module.num_experts).view(choices.shape))
+
+
+def mixtral() -> nn.Module:
+    return experts_of("mixtral", num_local_experts=8)
+
+
+def grouped_mixtral() -> nn.Module:
+    return experts_of("mixtral", "grouped_mm", num_local_experts=8)
+
+
+def uneven_mixtral() -> nn.Module:
+    return experts_of("mixtral", num_local_experts=7)
+
+
+def qwen3_moe() -> nn.Module:
+    return experts_of("qwen3_moe", num_experts=8, num_hidden_layers=1)
+
+
+def olmoe() -> nn.Module:
+    return experts_of("olmoe", num_experts=8, num_hidden_layers=1)
+
+
+def gpt_oss() -> nn.Module:
+    return experts_of("gpt_oss", num_local_experts=8, num_hidden_layers=1)
+
+
+def deepseek() -> nn.Module:
+    return experts_of("deepseek_v3")
 
 
 def tokens() -> dict[str, Tensor]:
@@ -200,6 +251,13 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "ring": (RingModel, long_sequence),
     "ring_masked": (masked_ring, long_sequence),
     "moe": (MoeModel, many_rows),
+    "mixtral": (mixtral, tokens),
+    "grouped mixtral": (grouped_mixtral, tokens),
+    "uneven mixtral": (uneven_mixtral, tokens),
+    "qwen3_moe": (qwen3_moe, tokens),
+    "olmoe": (olmoe, tokens),
+    "gpt_oss": (gpt_oss, tokens),
+    "deepseek": (deepseek, tokens),
     "resnet18": (ImageModel, images),
     "resnet50": (resnet50, images),
 }
@@ -223,10 +281,22 @@ def measured(rank: int, world_size: int, name: str, layout: str, **options: Any)
     return result
 
 
+def _mesh_of_experts(mesh: DeviceMesh, axes: dict[str, int]) -> DeviceMesh:
+    """Return a mesh with these axes; if an axis has all ranks, like data_parallel in `mesh`, with the group of that."""
+    names = tuple(axes)
+    if axes["expert_parallel"] < mesh["data_parallel"].size() or mesh["data_parallel"].size() < mesh.size():
+        groups = dict.fromkeys(names, "cpu:weft")
+        return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=names, backend_override=groups)
+    alone, _ = dist.new_subgroups(1)
+    groups = [*[alone] * (len(axes) - 1), mesh["data_parallel"].get_group()]
+    return DeviceMesh.from_group(groups, "cpu", mesh.mesh.view(tuple(axes.values())), mesh_dim_names=names)
+
+
 def _train(
     name: str,
     layout: str,
     *,
+    plan: Any = "auto",
     precision: str = "32-true",
     activation_checkpointing: str = "none",
     optimizer_state: str = "float32",
@@ -257,7 +327,7 @@ def _train(
     with deferred_init():
         model = build().to(dtype).train()
     steps = hasattr(model, "training_step")
-    plan = Plan("auto", sequence_parallel=sequence_parallel)
+    plan = Plan(plan, sequence_parallel=sequence_parallel)
     pipeline = None
     if sizes.pipeline_parallel > 1:
         [(divided_name, divided)] = model.named_children() if steps else [("", model)]
@@ -267,6 +337,16 @@ def _train(
         pipeline = Pipeline(divided, mesh, pipeline_cuts, **options)
         if steps:
             LastStageModules(model, divided_name, pipeline.has_last_stage)
+    expert_mesh = None
+    if sizes.expert_parallel > 1:
+        num_experts = sizes.expert_parallel * sizes.tensor_parallel
+        outer = {name: size for name, size in zip(names, mesh_shape, strict=True) if name not in names[-2:]}
+        axes = {**outer, "data_parallel": mesh.size() // math.prod(outer.values()) // num_experts}
+        axes["expert_parallel"] = num_experts
+        expert_mesh = _mesh_of_experts(mesh, axes)
+        parallelize_experts(model, expert_mesh, tensor_mesh=mesh["tensor_parallel"], keeps_deferred=shards)
+    holders = None if expert_mesh is None else expert_mesh["data_parallel"]
+    of_experts = None if holders is None else holders.get_group()  # without replicas
     stays_plain = shards and pipeline is None
     weft.parallelize(model, mesh["tensor_parallel"], plan, keeps_plain_on_one_rank=stays_plain, keeps_deferred=shards)
     if sizes.context_parallel > 1:
@@ -275,24 +355,32 @@ def _train(
         parallelize_context(model, context, attention=context_attention, skeleton=skeleton)
     checkpoint_activations(model, activation_checkpointing)
     if pipeline is not None and shards:
-        pipeline.fully_shard(mesh["data_parallel"], mp_policy=mixed_precision_policy(precision))
+        policy = mixed_precision_policy(precision)
+        pipeline.fully_shard(mesh["data_parallel"], mp_policy=policy, expert_mesh=holders)
         carry_through_fsdp(model)
     elif shards:
         axes = mesh["data_replicate", "data_parallel"] if sizes.data_replicate > 1 else mesh["data_parallel"]
         policy, entry_points = mixed_precision_policy(precision), ["training_step"] if steps else None
-        apply_fsdp(model, axes, reshard_after_forward=zero_stage == 3, mp_policy=policy, entry_points=entry_points)
+        options = {"mp_policy": policy, "entry_points": entry_points, "expert_mesh": holders}
+        apply_fsdp(model, axes, reshard_after_forward=zero_stage == 3, **options)
         carry_through_fsdp(model)
     optimizer = model.configure_optimizers() if steps else torch.optim.AdamW(model.parameters())
     fuse(optimizer, model, optimizer_state=optimizer_state, master_weights=master_weights)
     reducer = None
     if not shards and sizes.sharding_ranks * sizes.data_replicate > 1 and not optimizer_in_backward:
-        reducer = GradientReducer(model, mesh["data_parallel"].get_group())
+        reducer = GradientReducer(model, mesh["data_parallel"].get_group(), experts=of_experts)
     if zero_stage == 1:
-        ShardedStates(optimizer, mesh["data_parallel"].get_group())
+        ShardedStates(optimizer, mesh["data_parallel"].get_group(), experts=of_experts)
     watch = weft.memory.watch(model, optimizer)
     stepper = None
     if optimizer_in_backward:
-        stepper = StepInBackward(model, optimizer, by_rows=optimizer_in_backward == "rows")
+        replicas = ReplicaGroups(mesh["data_parallel"].get_group(), of_experts)
+
+        def average(parameter: Tensor) -> None:
+            if not shards and replicas.group.size() > 1:
+                average_gradient(parameter, replicas.of(parameter))
+
+        stepper = StepInBackward(model, optimizer, average, optimizer_in_backward == "rows")
     batch: Any = make_batch()
     if isinstance(batch, tuple):
         batch = tuple(each.to(dtype) if each.is_floating_point() else each for each in batch)

@@ -60,6 +60,41 @@ def test_sharded_sequences_with_sequence_parallel_raise() -> None:
         compare(llama, tokens, "cp2,tp2", sequence_parallel=True)
 
 
+def grouped_experts() -> nn.Module:
+    """Return a model whose products of all experts at once are not in float64."""
+    model: Any = language_model("mixtral")
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("layout", "zero_stage"), [("dp4,ep2", 3), ("dp4,ep2", 1), ("dp4,ep4", 0), ("dp2,ep2,tp2", 3), ("rep2,dp2,ep2", 1)]
+)
+def test_sharded_experts_agree(layout: str, zero_stage: int) -> None:
+    model = grouped_experts()
+    found = compare(model, None, layout, zero_stage=zero_stage)
+    assert found.agrees and found.largest < 1e-12, str(found)
+    rows = {row.parameter: row for row in found.parameters}
+    assert rows["model.layers.1.mlp.experts.down_proj"].gradient is not None
+    assert not any("skipped" in note for note in found.notes)
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+@on_ranks(2)
+def test_gradients_of_experts_are_compared(world_size: int) -> None:
+    """Experts whose gradients are not averaged like those of other parameters would be named."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("weft.strategy.experts.layer._ScaledGradient.backward", lambda ctx, grad: (grad, None))
+        found = compare(grouped_experts, None, "dp2,ep2", zero_stage=0)
+    assert not found.agrees and ".experts." in found.parameters[0].parameter
+
+
+def test_experts_need_a_divisor_of_data_ranks() -> None:
+    with pytest.raises(ValueError, match=r"^got 2 expert-parallel ranks in 3 data-parallel ranks; pass a number that"):
+        compare(grouped_experts, None, "dp3,ep2")
+
+
 class Inner(nn.Module):
     """Two linear layers and an operation between them."""
 

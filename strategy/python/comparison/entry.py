@@ -72,7 +72,7 @@ class Request:
         """Return the number of ranks of the layout.
 
         Raises:
-            ValueError: an axis is "auto".
+            ValueError: an axis is "auto", or the expert-parallel ranks do not divide the data-parallel ones.
         """
         sizes = Sizes.parse(self.layout)
         counts: tuple[Any, ...] = (
@@ -86,7 +86,9 @@ class Request:
                 f"compare: the layout '{self.layout}' leaves a size to the number of ranks, and there is no process "
                 "group; write a number for each axis, as in 'dp2,tp2'."
             )
-        return math.prod(counts)
+        num_ranks: int = math.prod(counts)
+        sizes.resolve(num_ranks, num_ranks)
+        return num_ranks
 
 
 def compare(

@@ -17,6 +17,9 @@ from weft.strategy.context import carry_through_fsdp, parallelize_context
 from weft.strategy.context.groups import context_groups
 from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fsdp
 from weft.strategy.data_parallel.fully_sharded import free_gathered
+from weft.strategy.data_parallel.replica_groups import ReplicaGroups
+from weft.strategy.experts import parallelize_experts
+from weft.strategy.experts.axes import ExpertAxes, expert_axes
 from weft.strategy.plan import Plan
 from weft.strategy.planning.layout import MeshSizes
 
@@ -32,6 +35,7 @@ class JobMesh:
     gradient_group: this rank's group along both data axes, data_replicate and data_parallel together.
     data_group: the ranks of it that get different data: all but the context-parallel ranks.
     context_group: the context-parallel ranks; None: there is one.
+    experts: the axes of experts' parameters; None: there is one expert-parallel rank.
     mesh: all axes of the layout; pipeline_parallel only if it has several ranks.
     sharding_mesh: the mesh for FSDP2: data_parallel, or with replicas (data_replicate, data_parallel).
     data_parallel_size: the number of ranks over which each replica is sharded, context-parallel ranks included.
@@ -55,6 +59,11 @@ class JobMesh:
         if sizes.context_parallel > 1:
             groups = context_groups(self.mesh.mesh, sizes.context_parallel)
             self.data_group, self.context_group = groups.data, groups.context
+        self.experts: ExpertAxes | None = None
+        if sizes.expert_parallel > 1:
+            names = self.mesh.mesh_dim_names or ()
+            shape = dict(zip(names, self.mesh.shape, strict=True))
+            self.experts = expert_axes(device_type, shape, sizes.expert_parallel)
         # Not a group of the model, so that ranks can still use it after an error in the model's groups.
         control_group = dist.new_group()
         assert isinstance(control_group, dist.ProcessGroup)
@@ -69,10 +78,39 @@ class JobMesh:
         """Return the group over which ZeRO stage 1 shards optimizer states."""
         return self.mesh.get_group(_DATA)
 
+    @property
+    def replica_groups(self) -> ReplicaGroups:
+        """Return the groups that average gradients."""
+        return ReplicaGroups(self.gradient_group, None if self.experts is None else self.experts.gradients)
+
+    @property
+    def expert_sharding_mesh(self) -> DeviceMesh | None:
+        """Return the mesh for FSDP2 of experts, with the axes of `sharding_mesh`; None: no experts are sharded."""
+        if self.experts is None:
+            return None
+        has_replicas = _REPLICAS in (self.experts.mesh.mesh_dim_names or ())
+        return self.experts.mesh[_REPLICAS, _DATA] if has_replicas else self.experts.mesh[_DATA]
+
+    @property
+    def expert_sharding_group(self) -> dist.ProcessGroup | None:
+        """Return the group over which ZeRO stage 1 shards optimizer states of experts; None: that of all others."""
+        return None if self.experts is None else self.experts.mesh.get_group(_DATA)
+
+    def shard_experts(self, model: nn.Module, keeps_deferred: bool = False) -> None:
+        """Shard the experts of a model over the expert-parallel ranks, if there are several; before `parallelize`.
+
+        Raises:
+            ValueError: the model has no experts that can be sharded.
+        """
+        if self.experts is not None:
+            tensor = self.mesh[_TENSOR]
+            parallelize_experts(model, self.experts.mesh, tensor_mesh=tensor, keeps_deferred=keeps_deferred)
+
     def abort(self) -> None:
         """Abort the mesh's groups, if their backends can: ranks that wait in a collective of the model then raise."""
         context = () if self.context_group is None else (self.context_group,)
-        for group in {self.gradient_group, *context, *self.mesh.get_all_groups()}:
+        experts = () if self.experts is None else (self.experts.gradients, *self.experts.mesh.get_all_groups())
+        for group in {self.gradient_group, *context, *experts, *self.mesh.get_all_groups()}:
             with contextlib.suppress(RuntimeError):  # raised by backends without abort
                 group.abort()
 
@@ -98,18 +136,26 @@ class ShardedTraining:
         entry_points: Iterable[str] | None,
     ) -> None:
         is_fully_sharded = zero_stage >= 2 and job.data_parallel_size > 1
+        job.shard_experts(model)
         parallelize(model, job.mesh, plan, keeps_plain_on_one_rank=is_fully_sharded)
         if job.context_group is not None:
             parallelize_context(model, job.context_group)
         if is_fully_sharded:
-            apply_fsdp(model, job.sharding_mesh, reshard_after_forward=zero_stage == 3, entry_points=entry_points)
+            apply_fsdp(
+                model,
+                job.sharding_mesh,
+                reshard_after_forward=zero_stage == 3,
+                entry_points=entry_points,
+                expert_mesh=job.expert_sharding_mesh,
+            )
             carry_through_fsdp(model)
         needs_reducer = job.gradient_group.size() > 1 and not is_fully_sharded
         self.model = model
-        self._reducer = GradientReducer(model, job.gradient_group) if needs_reducer else None
+        groups = job.replica_groups
+        self._reducer = GradientReducer(model, groups.group, experts=groups.experts) if needs_reducer else None
         self._optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
         if zero_stage == 1 and job.data_parallel_size > 1:
-            ShardedStates(self._optimizer, job.sharding_group)
+            ShardedStates(self._optimizer, job.sharding_group, experts=job.expert_sharding_group)
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients and average them over the ranks of `gradient_group`; collective."""

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from weft.strategy.deferred import deferred_init, materialize
+from weft.strategy.experts import find_experts
 from weft.strategy.full_results import local_parameters
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 _SEQUENCES, _TOKENS = 4, 16  # of the random batch for a language model
+_EXPERTS_OPTION = "_experts_implementation"  # of configurations of Transformers, which have no public name for it
 _LOGGING = ("log", "log_dict", "print")  # methods of a LightningModule that are disabled, because they need a Trainer
 
 
@@ -52,8 +54,19 @@ def build_model(source: Any, dtype: torch.dtype, first_layers: int | None, seed:
             f"compare: the {type(model).__name__} has tensors without values on the device 'meta'; pass a model, or a "
             "function that builds one, with values."
         )
+    if dtype == torch.float64:
+        _compute_experts_one_by_one(model)
     cast = {torch.float64: model.double, torch.float32: model.float, torch.bfloat16: model.bfloat16}
     return cast.get(dtype, model.half)()
+
+
+def _compute_experts_one_by_one(model: nn.Module) -> None:
+    """Let Hugging Face's experts loop over the experts, because torch's grouped product takes no float64."""
+    for name in find_experts(model):
+        experts: Any = model.get_submodule(name)
+        if getattr(getattr(experts, "config", None), _EXPERTS_OPTION, None) is not None:
+            experts.config = copy.deepcopy(experts.config)  # may be the caller's
+            setattr(experts.config, _EXPERTS_OPTION, "eager")
 
 
 def resolve(source: Any) -> Any:

@@ -71,6 +71,7 @@ _THROUGH = frozenset(
         "_linear_cross_entropy_backward",
     )
 )
+_OF_EXPERTS = ("grouped_linear", "_moe_dispatch")  # whose results depend on the choice of experts
 _EMPTY = ("empty", "new_empty")  # the operators whose results are written later
 # Fused steps change their arguments in place, and return nothing that is new.
 _FUSED_STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
@@ -79,7 +80,8 @@ _FUSED_STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_
 class CountingMode(TorchDispatchMode):
     """Counts the storages that operators make, their temporaries, and the staging buffers of collectives.
 
-    `unmeasured` has the names of operators with calls too large for a measurement of their temporaries.
+    `unmeasured` has the names of operators with calls too large for a measurement of their temporaries;
+    `assumes_balanced_routing`: whether the training chooses experts, see `balanced_routing`.
 
     Tensors have no values, except for small ones of integers and booleans: these decide what a model does, such as
     whether a mask is needed. Where code reads a value that does not exist, `all` and `equal` are true, other booleans
@@ -105,6 +107,8 @@ class CountingMode(TorchDispatchMode):
         self._sent = SentMessages()
         self._is_paused = False
         self._keeps_scalars = False
+        self._keeps_integers = False
+        self.assumes_balanced_routing = False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -150,6 +154,16 @@ class CountingMode(TorchDispatchMode):
             yield
         finally:
             self._keeps_scalars = before
+
+    @contextlib.contextmanager
+    def keeping_integers(self) -> Iterator[None]:
+        """Inside, integers and booleans that are computed from values have values: choices of experts."""
+        self.assumes_balanced_routing = True
+        before, self._keeps_integers = self._keeps_integers, True
+        try:
+            yield
+        finally:
+            self._keeps_integers = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -210,6 +224,7 @@ class CountingMode(TorchDispatchMode):
             self._time(func, args, kwargs, None)
             return None
         if namespace == "weft" and name in _THROUGH:
+            self.assumes_balanced_routing |= name in _OF_EXPERTS
             with self:
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -263,10 +278,10 @@ class CountingMode(TorchDispatchMode):
         return result
 
     def _has_values(self, tensor: Tensor) -> bool:
-        is_scalar = self._keeps_scalars and tensor.dim() == 0
-        return (is_scalar or not (tensor.is_floating_point() or tensor.is_complex())) and (
-            tensor.untyped_storage().nbytes() <= _MAX_VALUE_BYTES
-        )
+        is_small = tensor.untyped_storage().nbytes() <= _MAX_VALUE_BYTES
+        if tensor.is_floating_point() or tensor.is_complex():
+            return self._keeps_scalars and tensor.dim() == 0 and is_small
+        return self._keeps_integers or is_small
 
     # ---- collectives ---------------------------------------------------------------------------------------
 

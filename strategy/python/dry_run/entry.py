@@ -56,12 +56,14 @@ class DryRunEstimate:
         layout: as given.
         cuts: the names of the first module of each stage but the first, in the divided module; () without a pipeline.
         ranks: the ranks that were played, in the order of their numbers.
+        assumes_balanced_routing: whether the training chooses experts; here, all are chosen equally often.
     """
 
     num_parameters: int
     layout: str
     cuts: tuple[str, ...]
     ranks: tuple[RankEstimate, ...]
+    assumes_balanced_routing: bool = False
 
     @property
     def largest(self) -> RankEstimate:
@@ -81,6 +83,7 @@ class DryRunEstimate:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: the attributes, and those of the largest rank; "ranks" and "cuts" only for a pipeline."""
         found = {"num_parameters": self.num_parameters, "layout": self.layout, **self.largest.to_dict()}
+        found["assumes_balanced_routing"] = self.assumes_balanced_routing
         if self.cuts:
             return {**found, "cuts": list(self.cuts), "ranks": [each.to_dict() for each in self.ranks]}
         del found["stages"]
@@ -91,6 +94,8 @@ class DryRunEstimate:
         lines = [f"{self.num_parameters:,} parameters; layout {self.layout}; {unit} = 1e{exponent} bytes"]
         if self.cuts:
             lines.append(f"later stages begin at {', '.join(self.cuts)}")
+        if self.assumes_balanced_routing:
+            lines.append("routing is assumed to be balanced: each expert gets equally many tokens")
         for each in self.ranks:
             lines += ["", *each.lines(unit)]
         return "\n".join(lines)
@@ -145,4 +150,5 @@ def _estimate_of(request: Request, ranks: Sequence[Prediction]) -> DryRunEstimat
         request.layout,
         ranks[0].cuts,
         tuple(RankEstimate(each.rank, each.stages, each.phases, each.unmeasured) for each in ranks),
+        any(each.assumes_balanced_routing for each in ranks),
     )

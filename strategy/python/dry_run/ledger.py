@@ -35,6 +35,12 @@ class TensorLedger:
             if storage._cdata not in self._blocks:
                 self._add(storage)
 
+    def leave_out(self, tensor: Tensor) -> None:
+        """Never add a block for the storage of a tensor, which has none yet."""
+        storage = tensor.untyped_storage()
+        key, block = storage._cdata, self._sizes.add(0)
+        self._blocks[key] = block, weakref.ref(storage, functools.partial(self._free, key, block))
+
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
         if num_bytes > 0:

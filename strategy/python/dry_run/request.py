@@ -132,21 +132,30 @@ class Request:
         """Return the number of ranks on each axis.
 
         Raises:
-            ValueError: an axis is "auto".
+            ValueError: an axis is "auto", or the expert-parallel ranks do not divide the data-parallel ones.
         """
         sizes = Sizes.parse(self.layout)
-        counts = (sizes.data_replicate, sizes.data_parallel, sizes.tensor_parallel)
+        counts: tuple[Any, ...] = (
+            sizes.pipeline_parallel,
+            sizes.data_replicate,
+            sizes.data_parallel,
+            sizes.context_parallel,
+            sizes.tensor_parallel,
+        )
         if AUTO in counts:
             raise ValueError(
                 f"estimate: the layout '{self.layout}' leaves a size to the number of devices, which an estimate does "
                 "not have; give numbers."
             )
-        num_replicas, num_data, num_tensor = (int(count) for count in counts)
-        return MeshSizes(sizes.pipeline_parallel, num_replicas, num_data, sizes.context_parallel, num_tensor)
+        num_ranks = math.prod(counts)
+        try:
+            return sizes.resolve(num_ranks, num_ranks)
+        except ValueError as error:
+            raise ValueError(f"estimate: {error}") from None
 
     @property
     def num_ranks(self) -> int:
-        return math.prod(self.sizes)
+        return self.sizes.num_ranks
 
     @property
     def ranks(self) -> Sequence[int]:

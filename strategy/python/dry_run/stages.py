@@ -119,7 +119,8 @@ class Stages:
 
     def fully_shard(self) -> None:
         """Shard the parameters of the stages by FSDP2; call it after `parallelize`."""
-        self.pipeline.fully_shard(self._job.sharding_mesh, mp_policy=mixed_precision_policy(self._request.precision))
+        policy = mixed_precision_policy(self._request.precision)
+        self.pipeline.fully_shard(self._job.sharding_mesh, mp_policy=policy, expert_mesh=self._job.expert_sharding_mesh)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer of this rank's parameters; while it is made, there are placeholders for the others."""

@@ -25,6 +25,7 @@ from weft.strategy.data_parallel import GradientReducer, ShardedStates, apply_fs
 from weft.strategy.data_parallel.fully_sharded import mixed_precision_policy
 from weft.strategy.data_parallel.reducer import average_gradient
 from weft.strategy.deferred import attributes_of, deferred_init, is_deferred, materialize
+from weft.strategy.dry_run.balanced_routing import balance_choices
 from weft.strategy.dry_run.batches import batch_of, num_bytes_of, num_rows_of, with_rows
 from weft.strategy.dry_run.counting_mode import CountingMode
 from weft.strategy.dry_run.ledger import TensorLedger, local_of
@@ -41,6 +42,7 @@ from weft.strategy.pipeline.fake_mode import DryRunMode
 from weft.strategy.pipeline.micro_batches import map_tensors
 from weft.strategy.pipeline.staged_model import find_staged
 from weft.strategy.plan import Plan
+from weft.strategy.verification.evidence import store_rehearsal
 
 _PHASES = ("forward", "backward", "step")
 
@@ -62,6 +64,7 @@ class Prediction:
         stage_times: of the computations of a pipeline's last step; None: there is no pipeline, or no times.
         digest: of the modules, of all calls of operators and of `phases`; "": it was not asked for.
         batch_bytes: of the tensors of the batch.
+        assumes_balanced_routing: whether the training chooses experts; the dry run chooses all equally often.
     """
 
     num_parameters: int
@@ -76,6 +79,7 @@ class Prediction:
     digest: str = ""
     batch_bytes: int = 0
     pipeline_module: str | None = None
+    assumes_balanced_routing: bool = False
 
 
 def predict(
@@ -128,6 +132,7 @@ class _DryRun:
         plan = Plan(request.plan, sequence_parallel=request.sequence_parallel)
         if request.has_stages:
             self._stages = Stages(model, request, self._job, plan)
+        self._shard_experts(model, plan)
         parallelize(
             model,
             self._job.mesh,
@@ -136,6 +141,7 @@ class _DryRun:
             keeps_deferred=True,
         )
         self._drop_values(model)
+        balance_choices(model, self._counting)
         with self._counting.running(), reading_from(self._ledger):
             batch = self._counted_batch(given)
             self._ledger.hold(map(local_of, (*model.parameters(), *model.buffers())))
@@ -156,7 +162,13 @@ class _DryRun:
             "" if self._trace is None else self._trace.digest(),
             num_bytes_of(given),
             None if self._stages is None else self._stages.pipeline_module,
+            self._counting.assumes_balanced_routing,
         )
+
+    def _shard_experts(self, model: nn.Module, plan: Plan) -> None:
+        if self._job.experts is not None and self._request.sizes.tensor_parallel > 1:
+            store_rehearsal(model, plan.example)  # for the plan's verification, which calls the full model
+        self._job.shard_experts(model, keeps_deferred=True)
 
     def _build(self) -> nn.Module:
         source = subject.resolve(self._request.module)
@@ -233,12 +245,14 @@ class _DryRun:
         if request.fused_optimizers:
             states, weights = request.optimizer_state, request.master_weights
             fuse(optimizer, model, optimizer_state=states, master_weights=weights)
-        group = self._job.gradient_group
-        averages = group.size() > 1 and not request.shards_parameters
+        groups = self._job.replica_groups
+        averages = groups.group.size() > 1 and not request.shards_parameters
         steps_in_backward = request.optimizer_in_backward is not False
-        reducer = GradientReducer(model, group) if averages and not steps_in_backward else None
+        reducer = None
+        if averages and not steps_in_backward:
+            reducer = GradientReducer(model, groups.group, experts=groups.experts)
         if request.zero_stage == 1 and self._job.data_parallel_size > 1:
-            ShardedStates(optimizer, self._job.sharding_group)
+            ShardedStates(optimizer, self._job.sharding_group, experts=self._job.expert_sharding_group)
         watch = memory.watch(model, optimizer)
         stepper = self._step_in_backward(model, optimizer, averages) if steps_in_backward else None
         if stages is not None:
@@ -267,14 +281,15 @@ class _DryRun:
             reshard_after_forward=request.zero_stage == 3,
             mp_policy=mixed_precision_policy(request.precision),
             entry_points=subject.entry_points_of(loss_fn),
+            expert_mesh=self._job.expert_sharding_mesh,
         )
 
     def _step_in_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, averages: bool) -> StepInBackward:
-        group = self._job.gradient_group
+        groups = self._job.replica_groups
 
         def average(parameter: Tensor) -> None:
             if averages:
-                average_gradient(parameter, group)
+                average_gradient(parameter, groups.of(parameter))
 
         return StepInBackward(model, optimizer, average, self._request.optimizer_in_backward == "rows")
 

@@ -220,6 +220,11 @@ def _mesh_of_layout(value: Any) -> _plan.Mesh:
         raise ValueError(
             f"layout {value!r} leaves a size to the number of devices, which an estimate does not have; give numbers."
         )
+    if sizes.expert_parallel > 1:
+        raise ValueError(
+            f"layout {value!r} has expert-parallel ranks, for which there is no estimate of a configuration; leave out "
+            "'ep', or estimate the model by its import path (weft estimate --module)."
+        )
     return _plan.Mesh([(axis, size) for axis, size in axes.items() if size > 1])
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.strategy.experts.layer import state_of_experts
 from weft.strategy.experts.recognition import layout_of, why_not_sharded
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.recognition import attention, mlp_layers, probe
@@ -54,7 +55,8 @@ def assign_auto(
             continue
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             skipped += 1
-            result.notes.append(f"{name}: skipped: its parameters are DTensors already")
+            if state_of_experts(module) is None:  # else parallelize_experts has sharded it
+                result.notes.append(f"{name}: skipped: its parameters are DTensors already")
             continue
         used = (
             _assign_experts(result, name, module)

@@ -39,6 +39,11 @@ class MeshSizes(NamedTuple):
     expert_parallel: int = 1
 
     @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks of the job."""
+        return math.prod(self[:5])
+
+    @property
     def sharding_ranks(self) -> int:
         """Return the number of ranks over which FSDP2 and ZeRO shard each replica."""
         return self.data_parallel * self.context_parallel

@@ -10,6 +10,7 @@ _AXES = (
     ("pipeline_parallel", "pp"),
     ("data_replicate", "rep"),
     ("data_parallel", "dp"),
+    ("expert_parallel", "ep"),
     ("tensor_parallel", "tp"),
 )
 
