@@ -322,7 +322,7 @@ def test_experts_on_any_layout_give_the_losses_of_one_device(tmp_path: Path) -> 
         losses[layout] = [float(loss) for loss in re.findall(r"step \d: loss (\S+)", stdout)]
         balances[layout] = re.findall(r"tokens of its experts (\[.*?\])", stdout)
         held = {"dp1": "8", "dp2,ep2": "4", "dp4,ep2": "2"}[layout]
-        # Of warm ranks, the output of rank 0 is read.
+        # With warm ranks, the output is that of rank 0.
         assert re.findall(r"holds (\d+) of 8 experts", stdout) == [held] * (1 if ranks else 2)
     assert len(losses["dp1"]) == len(balances["dp1"]) == 2
     for layout in ("dp2,ep2", "dp4,ep2"):
