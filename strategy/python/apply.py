@@ -25,6 +25,7 @@ from weft.strategy.plan import Plan, Rules
 from weft.strategy.planning.sequence_parallel import assign_sequence_roles
 from weft.strategy.recognition.assignments import Assignment, Assignments, join
 from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES, features, is_conv1d, shard_dims
+from weft.strategy.recognition.recorded_outputs import keep_recorded_outputs
 from weft.strategy.sharding.scopes import Scope
 from weft.strategy.sharding.sequence_region import SequenceRole
 from weft.strategy.sharding.shards import group_name_of, tensor_parallel_mesh, to_dtensor, to_plain
@@ -88,6 +89,7 @@ def parallelize(
     if not keeps_deferred:
         materialize(model)
     _set_parallel_classes(model, tp_mesh, assignments, roles, excluded)
+    keep_recorded_outputs(model)
     notes = [*assignments.notes, *_apply_options(model, assignments)]
     for (module_name, attribute), count in assignments.heads.items():
         setattr(model.get_submodule(module_name), attribute, count)

@@ -21,6 +21,7 @@ from weft.strategy.deferred import materialize
 from weft.strategy.experts.layer import ShardedExperts
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.modules.offload import OffloadedModule
+from weft.strategy.recognition.recorded_outputs import keep_recorded_outputs
 from weft.strategy.sharding.state import original_class, state_of
 
 _MARK = "_weft_fully_sharded"
@@ -133,6 +134,7 @@ def apply_fsdp(
     if mesh.device_type == "cpu":
         _disable_prefetch(model, names)
     materialize(model)
+    keep_recorded_outputs(model)
     model.__dict__[_MARK] = (key, tuple(names))
     return names
 
