@@ -23,6 +23,7 @@ from weft.strategy.modules.offload import offload_activations
 from weft.strategy.modules.parallel_classes import set_parallel_class
 from weft.strategy.plan import Plan, Rules
 from weft.strategy.planning.sequence_parallel import assign_sequence_roles
+from weft.strategy.recognition.adapters import has_adapted_parameter
 from weft.strategy.recognition.assignments import Assignment, Assignments, join
 from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES, features, is_conv1d, shard_dims
 from weft.strategy.recognition.recorded_outputs import keep_recorded_outputs
@@ -151,12 +152,15 @@ def _is_library(module: str) -> bool:
 def _ignored_modules(model: nn.Module, assignments: Assignments) -> set[int]:
     """Return the ids of the modules that stay unchanged.
 
-    These are the modules of `ignore` rules, all modules below them, and each nn.Embedding with max_norm, which writes
-    to its weight in the forward: torch forbids that for a view of a DTensor.
+    These are the modules of `ignore` rules and those with adapted parameters (`has_adapted_parameter`), all modules
+    below them, and each nn.Embedding with max_norm, which writes to its weight in the forward: torch forbids that for a
+    view of a DTensor.
     """
     names = [name for name, a in assignments.styles.items() if a.style == "ignore"]
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None)
-    return {id(module) for name in names for module in model.get_submodule(name).modules()} | {*map(id, embeddings)}
+    outermost = [model.get_submodule(name) for name in names]
+    outermost += [module for module in model.modules() if has_adapted_parameter(module)]
+    return {id(inner) for module in outermost for inner in module.modules()} | {*map(id, embeddings)}
 
 
 def parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int | None]:

@@ -19,6 +19,7 @@ from weft.strategy.experts.layer import state_of_experts
 from weft.strategy.experts.recognition import layout_of, why_not_sharded
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.recognition import attention, mlp_layers, probe
+from weft.strategy.recognition.adapters import has_adapted_parameter
 from weft.strategy.recognition.assignments import Assignment, Assignments, assign_gate_up_mlp, assign_mlp, join
 from weft.strategy.recognition.linears import features, is_worth_gathering, why_no_linear, why_no_vocab_embedding
 from weft.strategy.sharding.remote_layers import RemoteLayer, is_copy
@@ -57,6 +58,10 @@ def assign_auto(
             skipped += 1
             if state_of_experts(module) is None:  # else parallelize_experts has sharded it
                 result.notes.append(f"{name}: skipped: its parameters are DTensors already")
+            continue
+        if has_adapted_parameter(module):
+            result.keep_replicated(name, "PEFT adapts one of its parameters")
+            claimed.update(id(inner) for inner in module.modules())
             continue
         used = (
             _assign_experts(result, name, module)

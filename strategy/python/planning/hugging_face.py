@@ -54,7 +54,9 @@ def assign_hugging_face(model: nn.Module, tp_size: int, verify: str = "auto", ex
     modules = dict(model.named_modules(remove_duplicate=False))
     evidence = Evidence(model, tp_size, verify, example)
     result = Assignments(tp_size, remarks=evidence.remarks())
-    of_experts = [join(name, each) for name, layout in find_experts(model).items() for each in layout.names]
+    # Adapters of PEFT are not in the patterns.
+    experts = {name.replace(".base_layer", ""): layout for name, layout in find_experts(model).items()}
+    of_experts = [join(name, each) for name, layout in experts.items() for each in layout.names]
     for name, values in plans.items():
         rules = []
         for pattern, value in values.items():

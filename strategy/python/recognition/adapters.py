@@ -40,6 +40,14 @@ def is_of_peft(module: nn.Module) -> bool:
     return original_class(module).__module__.startswith("peft.")
 
 
+def has_adapted_parameter(module: nn.Module) -> bool:
+    """Return whether a module of PEFT adapts a parameter of the module inside, as `target_parameters` of LoRA asks.
+
+    In its forward, PEFT puts the sum of the parameter and its adapter in the parameter's place: both must be plain.
+    """
+    return _has_peft_class(module, "ParamWrapper")
+
+
 def _has_peft_class(module: nn.Module, name: str) -> bool:
     classes = original_class(module).__mro__
     return any(cls.__name__ == name and cls.__module__.startswith("peft.") for cls in classes)
