@@ -56,6 +56,7 @@ def apply_plan(
             engine.check_offload_device("a rule of its plan with offload", engine.plan.offloads(module))
         if engine.options.has_stages:
             _store_rehearsal(engine, module)
+            _check_experts(engine, module)
             divide(module)
         bar.expect(module)  # after the division: a rank reads nothing of the layers of other stages
         if engine.plan is not None:
@@ -93,18 +94,48 @@ def _store_rehearsal(engine: Engine, module: Module) -> None:
         store_rehearsal(module, engine.plan.example)
 
 
+def _check_experts(engine: Engine, module: Module) -> None:
+    """Raise the errors of sharding experts on all ranks, while each has the layers of all stages."""
+    experts = engine.groups.experts
+    if experts is None or engine.plan is None:
+        return
+    from weft.strategy.experts.entry import check_experts
+    from weft.strategy.pipeline import find_staged
+
+    if find_staged(module) is None:
+        check_experts(module, experts.mesh)
+
+
 def _shard_experts(engine: Engine, module: Module) -> None:
     """Shard the module's experts over the expert-parallel ranks."""
     experts = engine.groups.experts
     if experts is None:
+        _check_experts_are_full(engine, module)
         return
-    from weft.strategy.experts import parallelize_experts
+    from weft.strategy.experts import find_experts, parallelize_experts
 
+    if engine.options.has_stages and not find_experts(module):
+        return  # all layers of this rank's stages are dense
     # The plan's verification calls the full model.
     _store_rehearsal(engine, module)
     tensor = engine.mesh[TENSOR_AXIS]
     keeps_deferred = engine.data_axes.shards_parameters
     parallelize_experts(module, experts.mesh, tensor_mesh=tensor, keeps_deferred=keeps_deferred)
+
+
+def _check_experts_are_full(engine: Engine, module: Module) -> None:
+    if "weft.strategy.experts" not in sys.modules:
+        return
+    from weft.strategy.experts.layer import state_of_experts
+
+    for name, inner in module.named_modules():
+        state = state_of_experts(inner)
+        if state is not None:
+            raise ValueError(
+                f"{engine.name} got a layout without expert-parallel ranks for a model whose experts in '{name}' are "
+                f"sharded over {state.num_data} of them already; pass the layout of the earlier run, or build the "
+                "model anew."
+            )
 
 
 def _shard_layers(engine: Engine, module: Module) -> None:

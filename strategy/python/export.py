@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft.nn import ColumnLinear, RowLinear, VocabParallelEmbedding
+from weft.strategy.experts.layer import ShardedExperts
 from weft.strategy.export_layers import ColumnLayer, RowLayer
 from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES, features
 from weft.strategy.sharding.state import MlpLayers, ModuleState, child_of, remove_state, state_of
@@ -30,16 +31,23 @@ def export_local(model: nn.Module) -> nn.Module:
     job's group by `weft.nn.rebind_group`.
 
     Raises:
-        ValueError: parameters are also sharded by fully_shard, or on the meta device; a module computes in a way that a
-            plain copy cannot: on a shard of the sequence, in a precision of its own, with summed gradients, or with
-            dropout on shards in train mode; an embedding has a forward of its own, or a trainable weight with a padding
-            row.
+        ValueError: parameters are also sharded by fully_shard, or on the meta device; experts are sharded; a module
+            computes in a way that a plain copy cannot: on a shard of the sequence, in a precision of its own, with
+            summed gradients, or with dropout on shards in train mode; an embedding has a forward of its own, or a
+            trainable weight with a padding row.
     """
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ValueError(
                 f"export_local: '{name}' is sharded by fully_shard, too; export before fully_shard, or load its "
                 "checkpoint into a model that is only parallelized."
+            )
+        state = state_of(module)
+        if isinstance(module, ShardedExperts) or (state is not None and state.style == "experts"):
+            raise ValueError(
+                f"export_local: the experts of '{name}' are sharded, and tokens travel between the ranks of their "
+                "experts, which a plain copy cannot do; save the weights by weft.save_pretrained and load them into an "
+                "unsharded model, or shard the other modules alone."
             )
     memo: dict[int, object] = {}
     in_full = {

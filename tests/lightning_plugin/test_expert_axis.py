@@ -105,6 +105,7 @@ CASES = [
     *(("dp4,ep2", stage, "mixtral") for stage in (0, 1, 2, 3)),
     *((layout, stage, "mixtral") for layout in ("dp2,ep2,tp2", "pp2,dp2,ep2") for stage in (1, 3)),
     *((layout, 0, "mixtral") for layout in ("cp2,ep2", "pp2,tp2")),
+    ("pp2,dp2,ep2", 3, "deepseek_v3"),  # the first stage has no experts
     *((layout, 3, "mixtral") for layout in ("rep2,dp2,ep2", "dp2,cp2,ep4", "dp2,tp2")),
     *((layout, stage, family) for layout, stage in (("tp2", 0), ("dp4,ep2", 3)) for family in OTHER_FAMILIES),
 ]
@@ -205,6 +206,15 @@ def test_sizes_that_do_not_fit_raise(rank: int, world_size: int, tmp_path: Path)
         trainer(world_size, strategy_of("dp1,ep2", 0), tmp_path).fit(Tokens("mixtral"), loader(0, 1))
     with pytest.raises(ValueError, match="expert_parallel_size=2; leave these out, or write them into the layout"):
         WeftModelParallelStrategy(layout="dp2", expert_parallel_size=2)
+
+
+@on_ranks(2)
+def test_another_layout_for_a_model_with_sharded_experts_raises(rank: int, world_size: int, tmp_path: Path) -> None:
+    set_torchrun_environment(rank, world_size)
+    module = Tokens("mixtral", clips=False)
+    trainer(world_size, strategy_of("dp2,ep2", 0), tmp_path, max_steps=1).fit(module, loader(rank, world_size))
+    with pytest.raises(Exception, match="got a layout without expert-parallel ranks for a model whose experts in"):
+        trainer(world_size, strategy_of("dp2", 0), tmp_path).fit(module, loader(rank, world_size))
 
 
 def run_epochs(

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from weft.strategy.experts.layer import ExpertsState, set_state_of_experts, state_of_experts
 from weft.strategy.experts.recognition import ExpertsLayout, find_experts, num_experts_of, why_not_sharded
 from weft.strategy.experts.shards import EXPERT_AXIS
+from weft.strategy.recognition.adapters import has_adapted_parameter
 from weft.strategy.sharding.shards import group_name_of, to_dtensor
 
 
@@ -33,12 +34,7 @@ def parallelize_experts(
         ValueError: the mesh has no such axis, the model has no module with experts, a rank would hold none of them, or
             they are sharded over another mesh already. Nothing has been changed then.
     """
-    names = mesh.mesh_dim_names or ()
-    if EXPERT_AXIS not in names:
-        raise ValueError(
-            f"parallelize_experts got a mesh with the axes {names}; give one of them the name {EXPERT_AXIS!r}."
-        )
-    mesh = mesh[EXPERT_AXIS]
+    mesh = _expert_axis(mesh)
     num_tensor = 1 if tensor_mesh is None else tensor_mesh.size()
     found = find_experts(model)
     _check(model, found, mesh)
@@ -63,6 +59,20 @@ def parallelize_experts(
     return list(found)
 
 
+def check_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise the ValueErrors of `parallelize_experts`, without changes; before a model is divided into stages."""
+    _check(model, find_experts(model), _expert_axis(mesh))
+
+
+def _expert_axis(mesh: DeviceMesh) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    if EXPERT_AXIS not in names:
+        raise ValueError(
+            f"parallelize_experts got a mesh with the axes {names}; give one of them the name {EXPERT_AXIS!r}."
+        )
+    return mesh[EXPERT_AXIS]
+
+
 def _check(model: nn.Module, found: dict[str, ExpertsLayout], mesh: DeviceMesh) -> None:
     if not found:
         raise ValueError(
@@ -76,6 +86,12 @@ def _check(model: nn.Module, found: dict[str, ExpertsLayout], mesh: DeviceMesh) 
             raise ValueError(
                 f"parallelize_experts: the experts of '{name}' are sharded over {state.mesh} already, not over {mesh}; "
                 "build the model anew for another mesh."
+            )
+        if name and has_adapted_parameter(model.get_submodule(name.rpartition(".")[0])):
+            raise ValueError(
+                f"parallelize_experts: PEFT adapts parameters of the experts '{name}', which cannot be sharded with "
+                'their adapters; name only other layers in target_modules and target_parameters ("all-linear" '
+                "includes experts), or leave expert parallelism out."
             )
         if state is None and any(isinstance(module._parameters[each], DTensor) for each in layout.names):
             raise ValueError(

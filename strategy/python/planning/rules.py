@@ -10,7 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.strategy import _plan
+from weft.strategy.experts.layer import state_of_experts
 from weft.strategy.experts.recognition import layout_of, why_not_sharded
+from weft.strategy.experts.shards import is_expert
 from weft.strategy.modules.activation_checkpointing import why_not_wrapped
 from weft.strategy.modules.parallel_classes import check_no_fsdp_children
 from weft.strategy.recognition import attention, mlp_layers, probe
@@ -62,6 +64,10 @@ def assign_rules(
     """Give each named module the style of its rule; raises ValueError like `assign_explicit`."""
     for name, rule in rules:
         module = modules[name]
+        if rule.style == "experts" and state_of_experts(module) is not None:
+            result.notes.append(f"{name}: its experts are sharded over the axis expert_parallel already")
+            _record_options(result, name, module, rule)
+            continue
         _check_no_dtensors(name, module, rule.style)
         if rule.style == "attention":
             _assign_attention(result, name, module, evidence)
@@ -102,6 +108,12 @@ def _check_no_dtensors(name: str, module: nn.Module, style: str) -> None:
     if style == "column_row_mlp":
         check_no_fsdp_children(name, module)
     for parameter_name, parameter in module.named_parameters(recurse=style in _CONTAINER_STYLES):
+        if is_expert(parameter):
+            raise ValueError(
+                f"parallelize: the rule for {display_name(name)} has the style {style!r}, but its experts are sharded "
+                "over the axis expert_parallel already; give it the style 'experts', or leave out the rule or expert "
+                "parallelism."
+            )
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"parallelize: the rule for {display_name(name)} covers '{join(name, parameter_name)}', which is a "

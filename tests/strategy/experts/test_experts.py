@@ -144,6 +144,40 @@ def test_style_shards_experts_over_tensor_parallel_ranks(world_size: int, plan: 
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("plan", PLANS)
+def test_plans_keep_experts_that_are_sharded_already(world_size: int, plan: str) -> None:
+    torch.manual_seed(0)
+    reference = language_model("mixtral")
+    model = copy.deepcopy(reference)
+    parallelize_experts(model, expert_mesh(world_size))
+    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("tensor_parallel", "data_parallel"))
+    weft.parallelize(model, mesh, PLANS[plan])
+    assert is_expert(experts_of(model).down_proj)
+    ids = torch.randint(0, VOCAB, (1, 5))
+    torch.testing.assert_close(model(ids).logits, reference(ids).logits, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plan", ["auto", "huggingface"])
+def test_adapted_experts_stay_unsharded(world_size: int, plan: str) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(language_model("mixtral"), config).double()  # it adapts experts, too
+    reference = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"PEFT adapts parameters of the experts '.*mlp.*'"):
+        parallelize_experts(model, expert_mesh(world_size))
+    weft.parallelize(model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor_parallel",)), plan)
+    assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    ids = torch.randint(0, VOCAB, (1, 5))
+    (logits, gradients), (expected_logits, expected) = _outcome(model, ids), _outcome(reference, ids)
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-10, atol=1e-12)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
 # ---- communication -----------------------------------------------------------------------------------------
 
 
@@ -194,12 +228,19 @@ def test_errors_change_nothing(world_size: int) -> None:
         weft.parallelize(model, tensor_mesh, {"model.norm": "experts"})
     model = language_model("mixtral")
     weft.parallelize(model, tensor_mesh, PLANS["rule"])
+    without_copy = r"export_local: the experts of 'model.layers.0.mlp.experts' are sharded"
+    with pytest.raises(ValueError, match=without_copy):
+        weft.export_local(model)
     with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts' are DTensors already; call"):
         parallelize_experts(model, mesh)
     model = language_model("mixtral")
     parallelize_experts(model, mesh)
     parallelize_experts(model, mesh)  # changes nothing
     assert experts_of(model).down_proj.shape == (7, 32, 48)
+    with pytest.raises(ValueError, match=without_copy):
+        weft.export_local(model)
+    with pytest.raises(ValueError, match=r"has the style 'replicate', but its experts are sharded over the axis"):
+        weft.parallelize(model, tensor_mesh, {"model.layers.*.mlp.experts": "replicate"})
     with pytest.raises(ValueError, match=r"are sharded over .* already, not over"):
         parallelize_experts(model, expert_mesh(world_size, num_holders=2))
     dist.barrier()
