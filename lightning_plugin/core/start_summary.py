@@ -49,12 +49,12 @@ class StartSummary:
         self._warn_on_replicated(module)
 
     def _sharding_lines(self, module: torch.nn.Module) -> list[str]:
-        from weft.strategy.reports.summary import replicated_lines, summary
+        from weft.strategy.reports.summary import expert_lines, replicated_lines, summary
 
         if self._engine.tensor_parallel_group.size() > 1:
             return summary(module)
         if self._engine.data_axes.num_gradient_ranks > 1:
-            return replicated_lines(module)
+            return [*expert_lines(module), *replicated_lines(module)]
         return ["each rank has the layers of its own stages, which are not sharded."]
 
     def _memory_of_ranks(self, module: torch.nn.Module) -> list[str]:

@@ -7,6 +7,7 @@ from collections import Counter
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from weft.strategy.experts.layer import state_of_experts
 from weft.strategy.recognition.assignments import parent_name
 from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES
 from weft.strategy.sharding.state import ModuleState, state_of
@@ -20,6 +21,7 @@ _STYLE_TEXTS = {
     "vocab_embedding": "by rows",
     "vocab_head": "by classes, logits not gathered",
     "gather_weights": "with weights gathered for each forward",
+    "experts": "by experts",
 }
 
 
@@ -34,6 +36,7 @@ def _kinds(model: nn.Module) -> list[str]:
     groups: dict[str, dict[str, str]] = {}  # by parent: the styles of its layers
     sharded: set[str] = set()
     counts: Counter[tuple[str, str]] = Counter()
+    counts.update((kind, _STYLE_TEXTS["experts"]) for kind in _expert_kinds(model))
     for name, module in modules.items():
         state = state_of(module)
         if state is None or state.is_layer_of_fused:
@@ -56,6 +59,18 @@ def _kinds(model: nn.Module) -> list[str]:
     rest = sum(count for _, count in counts.most_common()[_MAX_KINDS:])
     texts += [f"{rest} of other kinds"] if rest else []
     return [f"sharded: {'; '.join(texts)}."] if texts else []
+
+
+def expert_lines(model: nn.Module) -> list[str]:
+    """Return a line on the modules whose experts are sharded over expert-parallel ranks; [] if there are none."""
+    kinds = Counter(_expert_kinds(model))
+    texts = [f"{count} {kind} {_STYLE_TEXTS['experts']}" for kind, count in kinds.items()]
+    return [f"sharded: {'; '.join(texts)}."] if texts else []
+
+
+def _expert_kinds(model: nn.Module) -> list[str]:
+    states = (state_of_experts(module) for module in model.modules())
+    return [state.original_class.__name__ for state in states if state is not None]
 
 
 def _kind(state: ModuleState) -> str:

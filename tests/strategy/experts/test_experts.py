@@ -18,6 +18,7 @@ from support.hugging_face import EXPERT_CONFIGS, VOCAB, language_model
 from support.ranks import on_ranks
 from weft import flight
 from weft.strategy.experts import find_experts, is_expert, parallelize_experts
+from weft.strategy.reports.summary import expert_lines, summary
 
 DENSE_LAYERS = {"deepseek_v3": 1}
 PLANS: dict[str, Any] = {
@@ -137,6 +138,7 @@ def test_style_shards_experts_over_tensor_parallel_ranks(world_size: int, plan: 
     for parameter in experts_of(model).parameters():
         assert isinstance(parameter, DTensor) and parameter.placements == (Shard(0),) and not is_expert(parameter)
     assert "experts" in str(weft.strategy.report(model))
+    assert "2 MixtralExperts by experts" in summary(model)[0]
     ids = torch.randint(0, VOCAB, (1, 5))  # the number of tokens does not divide by that of the ranks
     (logits, gradients), (expected_logits, expected) = _outcome(model, ids), _outcome(reference, ids)
     torch.testing.assert_close(logits, expected_logits, rtol=1e-10, atol=1e-12)
@@ -154,6 +156,8 @@ def test_plans_keep_experts_that_are_sharded_already(world_size: int, plan: str)
     mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("tensor_parallel", "data_parallel"))
     weft.parallelize(model, mesh, PLANS[plan])
     assert is_expert(experts_of(model).down_proj)
+    assert expert_lines(model) == ["sharded: 2 MixtralExperts by experts."]
+    assert "2 MixtralExperts by experts" in summary(model)[0]
     ids = torch.randint(0, VOCAB, (1, 5))
     torch.testing.assert_close(model(ids).logits, reference(ids).logits, rtol=1e-10, atol=1e-12)
 
