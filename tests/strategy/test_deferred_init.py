@@ -442,3 +442,28 @@ def test_cuda_without_an_index_is_the_current_device(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "current_device", current_device)
     assert generator_of(torch.device("cuda")) is generators[1]
     assert generator_of(torch.device("cuda:2")) is generators[2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_default_dtype_is_that_of_the_construction(dtype: torch.dtype) -> None:
+    """Transformers builds a model in the dtype of its config by setting torch's default dtype for a while."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        torch.set_default_dtype(dtype)
+        try:
+            module = nn.Linear(128, 128)
+            module.register_buffer("ramp", torch.arange(0.0, 20_000.0))
+            module.register_buffer("ones", torch.full((64, 64), 1.0))
+            module.register_buffer("draws", torch.randn(64, 64))
+            return module
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    expected = build()
+    with deferred_init(min_bytes=1024):
+        module = build()
+    materialize(module)
+    for mine, theirs in zip(module.state_dict().values(), expected.state_dict().values(), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)

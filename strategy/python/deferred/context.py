@@ -43,22 +43,27 @@ class _DeferringMode(TorchDispatchMode):
             return call(func, args, kwargs)
         device = torch.device(kwargs.get("device") or "cpu")
         is_factory = not any(isinstance(leaf, Tensor) for leaf in leaves) and "device" in _argument_names(func)
-        if not is_factory or device.type == "meta" or not self._is_large(func, args, kwargs):
+        dtype = self._dtype_if_large(func, args, kwargs) if is_factory and device.type != "meta" else None
+        if dtype is None:
             made = func(*args, **kwargs)
             return mark_unwritten(made) if func in EMPTY else made
+        if "dtype" in _argument_names(func):
+            kwargs = {**kwargs, "dtype": dtype}  # torch's default dtype may be another one at the replay
         if func in _IN_PLACE_DRAWS:
             generator = kwargs.pop("generator", None)
             made = record(self._tape, aten.empty.memory_format, args[:1], kwargs, device)
             return call(_IN_PLACE_DRAWS[func], (made,), {} if generator is None else {"generator": generator})
         return record(self._tape, func, args, kwargs, device)
 
-    def _is_large(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    def _dtype_if_large(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.dtype | None:
+        """Return the dtype of the tensor that a call makes; None: it is to be made now, or makes no tensor."""
         try:
             with no_dispatch():
                 made = func(*args, **{**kwargs, "device": torch.device("meta")})
         except (NotImplementedError, RuntimeError):
-            return False  # a size that depends on values, or an invalid call: the call on real tensors raises the error
-        return isinstance(made, Tensor) and made.numel() * made.element_size() >= self._min_bytes
+            return None  # a size that depends on values, or an invalid call: the call on real tensors raises the error
+        is_large = isinstance(made, Tensor) and made.numel() * made.element_size() >= self._min_bytes
+        return made.dtype if is_large else None
 
 
 def _argument_names(func: Any) -> set[str]:
