@@ -11,18 +11,6 @@ if TYPE_CHECKING:
 ATTENTIONS = ("ring", "ulysses")
 
 
-def has_context_ranks(options: Options) -> bool:
-    """Return whether options ask for several context-parallel ranks; False for a layout that is not valid."""
-    from weft.strategy.planning.layout import Sizes
-
-    if options.layout is None or options.chooses_layout:
-        return options.context_parallel_size != 1
-    try:
-        return Sizes.parse(options.layout).context_parallel > 1
-    except ValueError:  # which validation raises, with the name of the strategy
-        return False
-
-
 def check_context(owner: str, options: Options, sizes: Sizes) -> None:
     """Raise ValueError for an unknown attention, and for options that context-parallel ranks do not support."""
     from weft.strategy import Plan

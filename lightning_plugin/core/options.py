@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
+from weft._plugin.axis_options import has_ranks
 from weft._plugin.compile_option import check_compile
-from weft._plugin.context_options import check_context, has_context_ranks
-from weft._plugin.expert_options import has_expert_ranks
+from weft._plugin.context_options import check_context
 
 if TYPE_CHECKING:
     from weft.strategy.pipeline import AutoCuts
@@ -254,12 +254,12 @@ class Options:
     @property
     def has_context(self) -> bool:
         """Whether there are several context-parallel ranks."""
-        return has_context_ranks(self)
+        return has_ranks(self, "context_parallel")
 
     @property
     def has_experts(self) -> bool:
         """Whether there are several expert-parallel ranks."""
-        return has_expert_ranks(self)
+        return has_ranks(self, "expert_parallel")
 
     @property
     def offloads_parameters(self) -> bool:
