@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft._plugin.expert_counts import ExpertCounts
+from weft._plugin.expert_counts import CountingMixin
 from weft._plugin.monitors import num_steps
 from weft._plugin.strategy_mixin import StrategyMixin
 
 BIAS = "e_score_correction_bias"
 
 
-class BalanceMixin:
+class BalanceMixin(CountingMixin):
     """Balances the experts of models whose routers have biases, without a loss.
 
     After each optimizer step, the bias of each expert that got more tokens than the mean in this step decreases by
@@ -39,57 +39,38 @@ class BalanceMixin:
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < float("inf"):
             raise ValueError(f"ExpertBalance got rate={rate!r}; pass a number above 0.")
         self._rate = float(rate)
-        self._counts: ExpertCounts | None = None
         self._biases: dict[str, Tensor] = {}
         self._step = -1
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._remove()
         self._step = num_steps(trainer, pl_module)
-        self._counts = ExpertCounts(pl_module, trainer.strategy.root_device)
+        counted = self.start_counting(trainer, pl_module)
         self._biases = {
-            name: bias
-            for name, counts in self._counts.of.items()
-            if (bias := _bias_of(pl_module, name, counts)) is not None
+            name: bias for name, counts in counted.of.items() if (bias := _bias_of(pl_module, name, counts)) is not None
         }
         if not _on_any_rank(bool(self._biases), trainer.strategy.root_device):
-            self._remove()
+            self.stop_counting()
             raise ValueError(
                 f"ExpertBalance got a {type(pl_module).__name__} without buffers {BIAS!r} of routers beside experts; "
                 "leave the callback out, or use a model whose routers have biases, such as DeepSeek-V3."
             )
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._counts is not None:
-            self._counts.begin_batch()
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._counts is None:
+        if self.counts is None:
             return
-        self._counts.end_batch()
+        self.counts.end_batch()
         before, self._step = self._step, num_steps(trainer, pl_module)
         if self._step == before:
             return
         strategy = trainer.strategy
         group = strategy.groups.gradients if isinstance(strategy, StrategyMixin) else None
         for name, bias in self._biases.items():
-            counts = self._counts.of[name]
+            counts = self.counts.of[name]
             if dist.is_available() and dist.is_initialized():
                 dist.all_reduce(counts, group=group)
             # In whole numbers: the mean of the counts need not be one.
             bias.add_(torch.sign(counts.sum() - counts * counts.numel()).to(bias.dtype), alpha=self._rate)
-        self._counts.restart()
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._remove()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
-        if self._counts is not None:
-            self._counts.remove()
-        self._counts, self._biases = None, {}
+        self.counts.restart()
 
 
 def _bias_of(model: Any, name: str, counts: Tensor) -> Tensor | None:

@@ -53,3 +53,30 @@ class ExpertCounts:
         shard = getattr(ids, "local", ids)  # of a sequence that is sharded over context-parallel ranks
         counts = self.of[name]
         counts += torch.bincount(shard.flatten(), minlength=counts.numel())
+
+
+class CountingMixin:
+    """The part of a callback that counts tokens in the batches of a training: in `counts`, None outside of it."""
+
+    counts: ExpertCounts | None = None
+
+    def start_counting(self, trainer: Any, pl_module: Any) -> ExpertCounts:
+        """Count from zero, instead of counts of an earlier run."""
+        self.stop_counting()
+        self.counts = ExpertCounts(pl_module, trainer.strategy.root_device)
+        return self.counts
+
+    def stop_counting(self) -> None:
+        if self.counts is not None:
+            self.counts.remove()
+        self.counts = None
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.counts is not None:
+            self.counts.begin_batch()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.stop_counting()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.stop_counting()

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft._plugin.expert_counts import ExpertCounts
+from weft._plugin.expert_counts import CountingMixin
 from weft._plugin.monitors import check_at_least_one, log, num_steps
 from weft._plugin.strategy_mixin import StrategyMixin
 
 
-class ExpertMixin:
+class ExpertMixin(CountingMixin):
     """Logs how evenly each layer of a mixture of experts routes its tokens, since the log before.
 
     For a layer "model.layers.0.mlp.experts": "experts/model.layers.0.mlp.experts", the largest number of tokens of an
@@ -29,7 +29,6 @@ class ExpertMixin:
         if every_n_steps is not None:
             check_at_least_one("ExpertMonitor", "every_n_steps", every_n_steps)
         self._every_n_steps = every_n_steps
-        self._counts: ExpertCounts | None = None
         self._table: dict[str, list[int]] = {}
         self._step = self._reported_step = -1
 
@@ -45,16 +44,11 @@ class ExpertMixin:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._step, self._reported_step = num_steps(trainer, pl_module), -1
-        self._remove()
-        self._counts = ExpertCounts(pl_module, trainer.strategy.root_device)
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._counts is not None:
-            self._counts.begin_batch()
+        self.start_counting(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._counts is not None:
-            self._counts.end_batch()
+        if self.counts is not None:
+            self.counts.end_batch()
         before, self._step = self._step, num_steps(trainer, pl_module)
         if self._every_n_steps and self._step != before and self._step % self._every_n_steps == 0:
             self._report(trainer)
@@ -67,25 +61,14 @@ class ExpertMixin:
         if self._step != self._reported_step:
             self._report(trainer)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._remove()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
-        if self._counts is not None:
-            self._counts.remove()
-        self._counts = None
-
     def _report(self, trainer: Any) -> None:
         self._reported_step = self._step
-        if self._counts is None:
+        if self.counts is None:
             return
         strategy = trainer.strategy
         # The ranks of a tensor-parallel group count the same tokens.
         counts_here = not isinstance(strategy, StrategyMixin) or strategy.tensor_parallel_group.rank() == 0
-        mine = {n: counts.tolist() if counts_here else [0] * counts.numel() for n, counts in self._counts.of.items()}
+        mine = {n: counts.tolist() if counts_here else [0] * counts.numel() for n, counts in self.counts.of.items()}
         tables: list[Any] = [mine]
         if dist.is_available() and dist.is_initialized():
             tables = [None] * dist.get_world_size()
@@ -95,6 +78,6 @@ class ExpertMixin:
             for name, counts in table.items():
                 before = self._table.get(name, [0] * len(counts))
                 self._table[name] = [left + right for left, right in zip(before, counts, strict=True)]
-        self._counts.restart()
+        self.counts.restart()
         shares = {name: max(counts) * len(counts) / max(sum(counts), 1) for name, counts in self._table.items()}
         log(trainer, {f"experts/{name}": share for name, share in shares.items()}, self._step)

@@ -109,7 +109,7 @@ CASES = [
     *((layout, 3, "mixtral") for layout in ("rep2,dp2,ep2", "dp2,cp2,ep4", "dp2,tp2")),
     *((layout, stage, family) for layout, stage in (("tp2", 0), ("dp4,ep2", 3)) for family in OTHER_FAMILIES),
 ]
-# What the strategy and the Trainer get besides, on dp2,ep2 (zero_stage=0) or dp4,ep2 (zero_stage=3).
+# Further arguments of the strategy and of the Trainer, on dp2,ep2 (zero_stage=0) or dp4,ep2 (zero_stage=3).
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full checkpoints": ({"activation_checkpointing": "full"}, {}),
     "selective checkpoints": ({"activation_checkpointing": "selective"}, {}),

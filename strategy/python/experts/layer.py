@@ -3,8 +3,8 @@
 A gradient of an expert's parameter is the sum over the tokens that all ranks of the expert-parallel group have sent. A
 gradient of any other parameter is that of this rank's tokens alone, and is averaged over all ranks with data: also over
 those of the expert-parallel group. To give both the same scale, the gradients of the rows are divided by the number of
-ranks where the backward reaches the experts, and multiplied again where it leaves them. What remains is an average over
-the ranks that hold the same experts.
+ranks where the backward reaches the experts, and multiplied again where it leaves them. An average over the ranks that
+hold the same experts remains to be computed.
 """
 
 from __future__ import annotations
