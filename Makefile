@@ -155,6 +155,7 @@ soak: build
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/restarts.py
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/operators.py --count 10000
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/layouts.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(PYTHON_TEST_JOBS) --dist loadfile --extended -m extended
 
 # Plants faults in the CUDA kernels, one at a time: the tests on the emulator must find them.
 mutations: build

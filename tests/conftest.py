@@ -21,8 +21,16 @@ os.environ["WEFT_CACHE_DIR"] = ""
 DEVICE_MARKS = {"cuda", "gpu", "cuda_runtime", "nccl"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--extended", action="store_true", help="also run the cases of support/extended.py")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--extended"):
+        extended = [item for item in items if item.get_closest_marker("extended")]
+        config.hook.pytest_deselected(items=extended)
+        items[:] = [item for item in items if item not in extended]
     _order_by_world_size(items)
     if any(mark.name in DEVICE_MARKS for item in items for mark in item.iter_markers()):
         _skip_without_device(items)

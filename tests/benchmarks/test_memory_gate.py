@@ -59,26 +59,6 @@ def test_extra_element_is_detected() -> None:
     assert f"feed_forward, weft, 2 ranks: parameters {parameters + 4} bytes, predicted {parameters}." in lines
 
 
-SIMULATED = """
-import json, memory
-rows = {n: memory.row_of("language_model", column, True, n, simulate=True)["ranks"][0]["training"]
-        for n, column in ((1, "weft"), (2, "weft_in_backward"), (8, "weft_checkpointed"))}
-print(json.dumps(rows))
-"""
-
-
-@requires_golden_torch
-def test_simulated_ranks_match_golden_file() -> None:
-    result = run_process([sys.executable, "-c", SIMULATED], env=ENVIRONMENT, timeout=200, warm_processes=1)
-    assert result.returncode == 0, result.stderr
-    rows = json.loads(result.stdout.splitlines()[-1])
-    for n, column in ((1, "weft"), (2, "weft_in_backward"), (8, "weft_checkpointed")):
-        golden = GOLDEN["rows"][f"language_model, {column}, {n} ranks"]
-        simulated = rows[str(n)]
-        assert simulated["communication"] == 0  # shared memory, which simulated ranks do not use
-        assert {**simulated, "communication": golden["communication"]} == {name: golden[name] for name in simulated}
-
-
 ON_CUDA = """
 import json, memory
 rows = {f"{workload}, {column}, {n}": memory.row_of(workload, column, False, n, device="cuda", simulate=True)

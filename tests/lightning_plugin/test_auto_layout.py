@@ -12,6 +12,7 @@ from lightning_plugin.scripts.plugin_models import set_torchrun_environment, tra
 from lightning_plugin.test_dry_run import LitText, batch
 from torch.utils.data import DataLoader
 
+import support.warm_starts  # noqa: F401  (for dry runs)
 from support.ranks import on_ranks
 from weft._plugin.console import Console
 from weft._plugin.dry_run_options import FirstBatch

@@ -13,6 +13,7 @@ from lightning_plugin.scripts.plugin_models import set_torchrun_environment, tra
 from lightning_plugin.test_dry_run import TOKENS, LitText
 from torch.utils.data import DataLoader
 
+import support.warm_starts  # noqa: F401  (for dry runs)
 from support.hugging_face import language_model
 from support.ranks import on_ranks
 from weft._plugin.console import Console

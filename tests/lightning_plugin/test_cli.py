@@ -52,7 +52,7 @@ def train(folder: Path, devices: int, strategy: Any, on_warm_ranks: bool = False
         case = {"path": str(SCRIPT), "arguments": arguments, "cwd": str(folder)}
         stdout = "".join(run_on_ranks(devices, run_as_main, **case))
     else:
-        result = run_script(SCRIPT, *arguments, cwd=folder, timeout=180.0, env=ENVIRONMENT)
+        result = run_script(SCRIPT, *arguments, cwd=folder, timeout=180.0, env=ENVIRONMENT, warm_processes=devices)
         assert result.returncode == 0, result.stderr
         stdout = result.stdout
     lines = [line.removeprefix("RESULT ") for line in stdout.splitlines() if line.startswith("RESULT ")]

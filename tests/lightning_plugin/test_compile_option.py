@@ -23,6 +23,7 @@ from lightning_plugin.scripts.plugin_models import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from support.extended import extended_unless
 from support.models import Llama, LlamaArgs, token_batches
 from support.ranks import on_ranks, run_on_ranks
 from weft._plugin.dry_run_options import options_of_training
@@ -134,7 +135,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", extended_unless(lambda case: case not in ("zero0", "zero2"), CASES))
 def test_fit_matches_one_device(tmp_path: Path, case: str) -> None:
     layout, options = CASES[case]
     world_size = 4 if layout == "dp2,tp2" else 2

@@ -13,6 +13,7 @@ from lightning_plugin.scripts.plugin_models import set_torchrun_environment, tra
 from ops.memory.counting import counted
 from torch import Tensor
 
+import support.warm_starts  # noqa: F401  (for dry runs)
 import weft
 from support.example_modules import load_example
 from support.ranks import on_ranks

@@ -28,7 +28,9 @@ UNEXPECTED_STDERR = (
 
 def _run(launcher: list[str], devices: int, folder: Path, namespace: str) -> ProcessResult:
     command = [*launcher, str(SCRIPTS / "train.py"), namespace, str(devices), str(folder)]
-    return run_process(command, timeout=120, env=ENVIRONMENT)
+    # Those of the other namespace and of torchrun start new interpreters.
+    warm_processes = devices if len(launcher) == 1 and namespace == "lightning.pytorch" else 0
+    return run_process(command, timeout=120, env=ENVIRONMENT, warm_processes=warm_processes)
 
 
 def _results(result: ProcessResult) -> list[dict]:

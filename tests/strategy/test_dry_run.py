@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import weft_command
 from support.example_modules import EXAMPLES
 from support.ranks import on_ranks
+from support.warm_starts import SPAWN
+from weft.strategy.comparison import launch
 from weft.strategy.dry_run import Request, estimate_module
 from weft.strategy.dry_run.entry import estimate_all
 from weft.strategy.dry_run.staging import GroupStaging
@@ -118,6 +120,13 @@ def test_many_token_ids_have_no_values() -> None:
     """The kernel of a sharded embedding reads their smallest and largest."""
     found = estimate_module(Embeds, "tp2", batch=many_ids, plan={"embed": "vocab_embedding"}, num_steps=1)
     assert found.phases["forward"]["saved_activations"] >= 8 * (1 << 18)
+
+
+def test_new_interpreters_estimate_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"batch": text_batch, "num_steps": 1}
+    expected = estimate_module(TextModel, "dp2,tp2", **options)
+    monkeypatch.setattr(launch, "START_METHOD", SPAWN)
+    assert estimate_module(TextModel, "dp2,tp2", **options) == expected
 
 
 def one_long_row() -> Tensor:

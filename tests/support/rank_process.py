@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 
-GROUP_TIMEOUT = timedelta(seconds=60)
+# Longer than the searches that one rank does while the others wait, on a busy machine; a hang ends with the case.
+GROUP_TIMEOUT = timedelta(seconds=300)
 STACK_SIGNAL = signal.SIGUSR1
 
 _CASES_PER_FULL_COLLECTION = 50

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+START_METHOD = "spawn"  # of multiprocessing, also for dry runs
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 5.0
 
@@ -55,7 +56,7 @@ def launch(function: Callable[[Any], Any], argument: Any, num_ranks: int, timeou
         deadline = time.monotonic() + timeout
         context = mp.start_processes(
             _run_rank, (folder, num_ranks, payload, timeout), nprocs=num_ranks, join=False, daemon=True,
-            start_method="spawn",
+            start_method=START_METHOD,
         )  # fmt: skip
         exit_reason = ""
         try:

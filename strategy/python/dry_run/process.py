@@ -16,15 +16,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from weft.strategy._plan import Cluster
-from weft.strategy.comparison import subject
+from weft.strategy.comparison import launch, subject
 from weft.strategy.comparison.launch import encode_error
 from weft.strategy.dry_run.operator_seconds import MeasuredSeconds, OperatorSeconds, RooflineSeconds
 from weft.strategy.dry_run.request import Request
 from weft.strategy.dry_run.step_clock import StepClock
 from weft.strategy.dry_run.temporaries import Temporaries
 from weft.strategy.dry_run.training import Prediction, predict
-
-START_METHOD = "spawn"  # of multiprocessing
 
 
 class ProcessEndedError(RuntimeError):
@@ -38,7 +36,7 @@ class DryRunProcess:
     """
 
     def __enter__(self) -> DryRunProcess:
-        context: Any = mp.get_context(START_METHOD)
+        context: Any = mp.get_context(launch.START_METHOD)
         self._connection, far_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(far_end,))  # not a daemon: loaders may have workers
         self._process.start()
