@@ -17,6 +17,7 @@ from lightning_plugin.scripts.plugin_models import assert_same_weights, set_torc
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from support.extended import extended_unless
 from support.hugging_face import EXPERT_CONFIGS, VOCAB, language_model
 from support.ranks import on_ranks, run_on_ranks
 from weft.lightning import ExpertBalance, ExpertMonitor, WeftModelParallelStrategy
@@ -109,6 +110,15 @@ CASES = [
     *((layout, 3, "mixtral") for layout in ("rep2,dp2,ep2", "dp2,cp2,ep4", "dp2,tp2")),
     *((layout, stage, family) for layout, stage in (("tp2", 0), ("dp4,ep2", 3)) for family in OTHER_FAMILIES),
 ]
+EXTENDED = [
+    *(
+        ("dp2,ep2", 3, "mixtral"),
+        ("dp4,ep4", 0, "mixtral"),
+        ("dp2,ep2,tp2", 1, "mixtral"),
+        ("pp2,dp2,ep2", 3, "mixtral"),
+    ),
+    *(("dp4,ep2", 3, family) for family in ("olmoe", "qwen3_moe")),
+]
 # Further arguments of the strategy and of the Trainer, on dp2,ep2 (zero_stage=0) or dp4,ep2 (zero_stage=3).
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full checkpoints": ({"activation_checkpointing": "full"}, {}),
@@ -125,7 +135,7 @@ def on_one_device(folder: str, family: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("layout", "stage", "family"), CASES)
+@pytest.mark.parametrize(("layout", "stage", "family"), extended_unless(lambda *case: case not in EXTENDED, CASES))
 def test_training_matches_one_device(
     tmp_path_factory: pytest.TempPathFactory, layout: str, stage: int, family: str
 ) -> None:

@@ -57,6 +57,21 @@ def test_fused_losses_match_unfused(rank: int, world_size: int, name: str) -> No
     torch.testing.assert_close(_losses(model, optimizer, 20), expected, rtol=1e-5, atol=0)
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_of_several_meshes_match_unfused(name: str) -> None:
+    """A group has the shards of two meshes and, of the layer that is not sharded, plain tensors."""
+    plain, sharded = (nn.Sequential(_model(), nn.Tanh(), nn.Linear(5, 7), _model(4)) for _ in range(2))
+    sharded.load_state_dict(plain.state_dict())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    for layer, axis in ((0, "outer"), (3, "inner")):
+        weft.parallelize(sharded[layer], mesh[axis], {"0": "column", "2": "row"})
+    optimizer = OPTIMIZERS[name](sharded.parameters())
+    assert fuse(optimizer, sharded) is None
+    found, expected = _losses(sharded, optimizer, 5), _losses(plain, OPTIMIZERS[name](plain.parameters()), 5)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
 @on_ranks(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_loaded_state_keeps_optimizer_fused(rank: int, name: str) -> None:
@@ -98,7 +113,7 @@ class _Subclass(AdamW):
 
 
 @on_ranks(2)
-def test_unsupported_optimizers_stay_unfused(rank: int, world_size: int) -> None:
+def test_unsupported_optimizers_stay_unfused() -> None:
     model = _model()
     cases = [
         (_Subclass(model.parameters()), "_Subclass has no fused variant"),
@@ -109,11 +124,6 @@ def test_unsupported_optimizers_stay_unfused(rank: int, world_size: int) -> None
         (Adam([torch.zeros(2, dtype=torch.complex64)]), "it steps torch.complex64 parameters"),
         (Adam([torch.zeros(2, device="meta")]), "there is no fused kernel on meta"),
     ]
-    mesh = torch.distributed.init_device_mesh("cpu", (world_size,))
-    mixed = _model()
-    sharded = nn.ModuleDict({"layer": mixed[0]})
-    weft.parallelize(sharded, mesh, {"layer": "column"})
-    cases.append((AdamW(mixed.parameters()), "it steps parameters of several meshes in one group"))
     embedding = nn.ModuleDict({"words": nn.Embedding(5, 3, sparse=True)})
     for optimizer, reason in cases:
         flags = [group.get("fused") for group in optimizer.param_groups]

@@ -24,7 +24,7 @@ _DEVICES = {
 
 
 def _on_local_tensors(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Run a fused optimizer, which is elementwise, on local shards.
+    """Run a fused optimizer, which is elementwise, on local shards and plain tensors, also those of several meshes.
 
     The placements of a parameter, its gradient and its states may be any, but must be equal.
     Partial gradients, as some of torch's parallel styles leave them, are first summed over the ranks; collective.
@@ -117,14 +117,12 @@ def _why_not_fused(optimizer: Optimizer, model: nn.Module | None) -> str | None:
 
 
 def _why_parameters_not_fused(parameters: Iterable[torch.Tensor], devices: tuple[str, ...]) -> str | None:
-    kinds = set()
     for parameter in parameters:
         if not parameter.is_floating_point():
             return f"it steps {parameter.dtype} parameters"
         if parameter.device.type not in devices:
             return f"there is no fused kernel on {parameter.device.type}"
-        kinds.add(parameter.device_mesh if isinstance(parameter, DTensor) else None)
-    return "it steps parameters of several meshes in one group" if len(kinds) > 1 else None
+    return None
 
 
 def _set_flags(optimizer: Optimizer) -> None:
