@@ -60,7 +60,7 @@ def outcomes(world_size: int) -> list[Outcome]:
     return on_all_ranks(world_size, CASES.values())
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.extended)])
 def test_attention_matches_unsharded_or_raises_clear_error(world_size: int) -> None:
     found = outcomes(world_size)
     failures = [str(outcome) for outcome in found if outcome.result not in ("equal", "unsupported")]
