@@ -88,20 +88,32 @@ def ulysses_attention(
     sequence_size: int | None = None,
     window: int | None = None,
     document_offsets: Tensor | None = None,
+    order: Order = "contiguous",
+    ring_group_name: str = "",
 ) -> Tensor:
-    """Return F.scaled_dot_product_attention of a sequence in "contiguous" shards, computed by heads.
+    """Return F.scaled_dot_product_attention of a sharded sequence, computed by heads.
 
     Shapes and options are those of `ring_attention`. One all-to-all gives each rank its heads for the
     full sequence, for which it computes torch's attention; a second one returns the shards of all heads. The backward
     has two all-to-alls as well. A key/value head that several ranks attend to is sent to each of them. Saves query, key
     and value of the rank's heads and the result of torch's attention, for the full sequence.
 
+    With `ring_group_name`, the ranks are a grid, for more ranks than heads: r groups `group_name` of u ranks exchange
+    heads, so that each rank has its heads for the tokens of its group, and the r ranks at the same place in their
+    groups compute ring attention of these. Rank j of group i has the shard of rank i * u + j of r * u, in `order`.
+    Besides the all-to-alls, a rank sends r - 1 messages instead of r * u - 1, each with as many bytes.
+
+    Except for "contiguous" shards without a ring, shards of unequal sizes are exchanged with zeros behind them, which
+    no token attends to.
+
     Raises:
-        ValueError: as `ring_attention`, and if the number of ranks does not divide the number of query heads.
+        ValueError: as `ring_attention`, and if the ranks of `group_name` do not divide the number of query heads.
         TypeError: the tensors are no floating-point tensors of one dtype.
+        NotImplementedError: as `ring_attention`, for a ring.
 
     Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
-    Models" (2023).
+    Models" (2023); with a ring, Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context
+    Generative AI" (2024), which is "a2a+p2p" of Megatron-LM's context parallelism.
     """
     return torch.ops.weft.ulysses_attention(
         query,
@@ -113,6 +125,8 @@ def ulysses_attention(
         sequence_size=sequence_size,
         window=window,
         document_offsets=document_offsets,
+        order=order,
+        ring_group_name=ring_group_name,
     )
 
 

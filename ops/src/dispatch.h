@@ -403,7 +403,9 @@ inline constexpr Operator<"weft::ulysses_attention",
                                  optional<double> scale,
                                  optional<SymInt> sequence_size,
                                  optional<std::int64_t> window,
-                                 const OptionalTensor& document_offsets)>
+                                 const OptionalTensor& document_offsets,
+                                 string_view order,
+                                 string_view ring_group_name)>
     ulysses_attention;
 inline constexpr Operator<"weft::_check_document_offsets",
                           void(

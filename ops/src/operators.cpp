@@ -229,7 +229,9 @@ at::Tensor ulysses_attention(const at::Tensor& query,
                              const at::Tensor& key,
                              const at::Tensor& value,
                              std::string_view group_name,
-                             const SequenceAttentionOptions& options) {
+                             const SequenceAttentionOptions& options,
+                             std::string_view order,
+                             std::string_view ring_group_name) {
   return dispatch::ulysses_attention(query,
                                      key,
                                      value,
@@ -238,7 +240,9 @@ at::Tensor ulysses_attention(const at::Tensor& query,
                                      options.scale,
                                      options.sequence_size,
                                      options.window,
-                                     options.document_offsets);
+                                     options.document_offsets,
+                                     order,
+                                     ring_group_name);
 }
 
 at::Tensor grouped_linear(const at::Tensor& x,

@@ -87,7 +87,8 @@ TORCH_LIBRARY(weft, m) {
   define(m,
          "ulysses_attention(Tensor query, Tensor key, Tensor value, *, str group_name, "
          "bool is_causal=False, float? scale=None, SymInt? sequence_size=None, int? window=None, "
-         "Tensor? document_offsets=None) -> Tensor");
+         "Tensor? document_offsets=None, str order=\"contiguous\", str ring_group_name=\"\") -> "
+         "Tensor");
   define(m, "grouped_linear(Tensor x, Tensor weight, Tensor counts, Tensor? bias=None) -> Tensor");
   // moe_combine takes the last three results of moe_dispatch: see ExpertRoutes in expert_rows.h.
   define(m,

@@ -27,6 +27,7 @@ from ops import (
     test_shard_ops,
     test_sharded,
     test_sharded_linear,
+    test_ulysses_attention,
 )
 from support import cuda_runtime
 from support.ranks import on_ranks
@@ -55,6 +56,7 @@ test_ring_attention_on_four_ranks = on_nccl(test_ring_attention.test_matches_uns
 test_windows_of_ring_attention = on_nccl(test_ring_attention.test_window_matches_unsharded_attention, num_ranks=3)
 test_documents_of_ring_attention = on_nccl(test_ring_attention.test_documents_match_unsharded_attention, num_ranks=3)
 test_dtypes_of_ring_attention = on_nccl(test_ring_attention.test_other_dtypes_scales_and_strides, num_ranks=3)
+test_ring_and_ulysses_attention = on_nccl(test_ulysses_attention.test_grids_match_unsharded_attention, num_ranks=4)
 test_stages_match_full_model = on_nccl(test_pipeline.test_stages_match_full_model)
 test_messages_of_all_dtypes = on_nccl(test_pipeline.test_many_messages_of_all_dtypes_on_two_channels)
 test_tensors_for_backward_are_not_overwritten = on_nccl(test_pipeline.test_tensors_for_backward_are_not_overwritten)

@@ -108,6 +108,11 @@ def sample_calls(group_name: str = "", dtype: torch.dtype = torch.float64) -> li
             (random(1, 8, 3, 2), random(1, 4, 3, 2), random(1, 4, 3, 2)),
             {"is_causal": True, "window": 2, "document_offsets": torch.tensor([0, 2]), **group},
         ),
+        Call(
+            "ulysses_attention",
+            (random(1, 8, 4, 2), random(1, 4, 4, 2), random(1, 4, 4, 2)),
+            {"order": "head_tail", "ring_group_name": "", **group},
+        ),
         Call("ring_attention", (random(2, 4, 6, 3), random(2, 2, 6, 3), random(2, 2, 6, 3)), group),
         Call(
             "ring_attention",

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from weft import flight
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,23 @@ class Reference:
             if expected.numel():
                 error = (actual.double() - expected).abs().max().item()
                 assert error <= tolerance * max(1.0, expected.abs().max().item()), f"{name} is off by {error:.2e}"
+
+
+def computed_pairs(run: Callable[[], object]) -> int:
+    """Return the number of pairs of a query and a key in the calls of torch's forward kernel."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        run()
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    shapes = [event.input_shapes for event in profiler.events() if event.name == name]
+    return sum(each[0][2] * each[1][2] for each in shapes)
+
+
+def messages_of(run: Callable[[], Result]) -> tuple[Counter[tuple[str, int]], Result]:
+    """Return the messages and collectives of a call, by name and bytes, and its result."""
+    before = max((each["begin"] for each in flight.calls()), default=0.0)
+    result = run()
+    calls = [each for each in flight.calls() if each["begin"] > before]
+    return Counter((each["call"].partition("(")[0], each["bytes"]) for each in calls), result
 
 
 def check_compiled(block: nn.Module, inputs: dict[int, Tensor]) -> dict[int, list[Tensor]]:

@@ -145,7 +145,8 @@ weft::ring_attention(Tensor query, Tensor key, Tensor value, *, str group_name, 
 float? scale=None, SymInt? sequence_size=None, str order="head_tail", int? window=None, \
 Tensor? document_offsets=None) -> Tensor
 weft::ulysses_attention(Tensor query, Tensor key, Tensor value, *, str group_name, bool is_causal=False, \
-float? scale=None, SymInt? sequence_size=None, int? window=None, Tensor? document_offsets=None) -> Tensor
+float? scale=None, SymInt? sequence_size=None, int? window=None, Tensor? document_offsets=None, \
+str order="contiguous", str ring_group_name="") -> Tensor
 weft::grouped_linear(Tensor x, Tensor weight, Tensor counts, Tensor? bias=None) -> Tensor
 weft::moe_dispatch(Tensor x, Tensor expert_ids, *, int num_experts, str group_name) -> (Tensor rows, Tensor counts, \
 Tensor order, Tensor sent, Tensor received)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import weft
 from ops.collectives.profiled import collectives_of
 from ops.memory.counting import counted
 from ops.operators import autocast
-from ops.sequence_attention import SHAPES, Reference, Shape, check_compiled, tokens_of
+from ops.sequence_attention import SHAPES, Reference, Shape, check_compiled, computed_pairs, messages_of, tokens_of
 from support.ranks import on_ranks
-from weft import flight
 
-Result = TypeVar("Result")
 ORDERS = ("head_tail", "contiguous")
 # float64: rounding of sums in another order. Others: rounding to the dtype, of blocks' results too.
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
@@ -104,7 +99,7 @@ def test_pairs_of_different_documents_are_not_computed(rank: int) -> None:
     local = {name: torch.randn(1, 1, 16, 4) for name in ("query", "key", "value")}
     offsets = torch.tensor([4, 20])  # contiguous: of rank 0, 4 and 12 tokens; of rank 1, 4 and 12
     run = partial(_ring, local, 32, order="contiguous", document_offsets=offsets)
-    assert _computed_pairs(run) == (4 * 4 + 12 * 16 if rank == 0 else 4 * 16 + 12 * 12)
+    assert computed_pairs(run) == (4 * 4 + 12 * 16 if rank == 0 else 4 * 16 + 12 * 12)
 
 
 def _check_dtypes(rank: int, world_size: int, group: str) -> None:
@@ -130,24 +125,15 @@ def test_gloo(rank: int, world_size: int) -> None:
     _check_dtypes(rank, world_size, dist.new_group(backend="gloo").group_name)
 
 
-def _computed_pairs(run: Callable[[], object]) -> int:
-    """Return the number of pairs of a query and a key in the calls of torch's forward kernel."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        run()
-    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    shapes = [event.input_shapes for event in profiler.events() if event.name == name]
-    return sum(each[0][2] * each[1][2] for each in shapes)
-
-
 @on_ranks(4)
 def test_masked_chunks_are_not_computed(rank: int) -> None:
     """In head-tail order each rank computes half of the other ranks' blocks."""
     local = {name: torch.randn(1, 2, 8, 4) for name in ("query", "key", "value")}
     pairs = {
-        order: _computed_pairs(lambda order=order: _ring(local, 32, is_causal=True, order=order)) for order in ORDERS
+        order: computed_pairs(lambda order=order: _ring(local, 32, is_causal=True, order=order)) for order in ORDERS
     }
     assert pairs == {"head_tail": 8 * 8 + 3 * 32, "contiguous": 8 * 8 * (rank + 1)}
-    assert _computed_pairs(lambda: _ring(local, 32)) == 4 * 64
+    assert computed_pairs(lambda: _ring(local, 32)) == 4 * 64
 
 
 @on_ranks(4)
@@ -158,20 +144,12 @@ def test_pairs_outside_of_the_window_are_not_computed(rank: int) -> None:
         for window in (1, 256, 1000):
             run = partial(_ring, local, 4096, is_causal=True, order=order, window=window)
             pairs, needed = (
-                _computed_pairs(run),
+                computed_pairs(run),
                 sum(min(window, token + 1) for token in tokens_of(4096, 4, rank, order)),
             )
             assert needed <= pairs <= needed + 1024 * (max(128, -(-window // 4)) + 2)
     local = {name: tensor[:, :, :8] for name, tensor in local.items()}
-    assert _computed_pairs(lambda: _ring(local, 32, is_causal=True, order="contiguous", window=1)) == 8 * 8
-
-
-def _messages(run: Callable[[], Result]) -> tuple[Counter[tuple[str, int]], Result]:
-    """Return the messages of a call, by direction and bytes, and its result."""
-    before = max((each["begin"] for each in flight.calls()), default=0.0)
-    result = run()
-    calls = [each for each in flight.calls() if each["begin"] > before]
-    return Counter((each["call"].partition("(")[0], each["bytes"]) for each in calls), result
+    assert computed_pairs(lambda: _ring(local, 32, is_causal=True, order="contiguous", window=1)) == 8 * 8
 
 
 @on_ranks(3)
@@ -181,9 +159,9 @@ def test_number_and_bytes_of_messages(rank: int, world_size: int) -> None:
     for dtype, num_bytes in ((torch.float64, 8), (torch.bfloat16, 2)):
         local = Reference(shape, is_causal=True, dtype=dtype).local(tokens)
         blocks = 2 * 2 * 2 * 8 * 4  # key and value of one shard, with two heads
-        forward, out = _messages(partial(_ring, local, None, is_causal=True))
+        forward, out = messages_of(partial(_ring, local, None, is_causal=True))
         assert forward == {("send", blocks * num_bytes): 2, ("recv", blocks * num_bytes): 2}
-        backward, _ = _messages(out.sum().backward)
+        backward, _ = messages_of(out.sum().backward)
         gradients = blocks * max(num_bytes, 4)  # half precision is summed in float32
         expected = Counter({("send", blocks * num_bytes): 2, ("recv", blocks * num_bytes): 2})
         expected += Counter({("send", gradients): 2, ("recv", gradients): 2})
@@ -197,9 +175,9 @@ def test_number_and_bytes_of_messages(rank: int, world_size: int) -> None:
 def test_blocks_move_to_the_ranks_whose_windows_contain_them(window: int, num_blocks: int) -> None:
     local = {name: torch.randn(1, 1, 8, 4, requires_grad=True) for name in ("query", "key", "value")}
     block = 2 * 8 * 4 * 4
-    forward, out = _messages(partial(_ring, local, 32, is_causal=True, order="contiguous", window=window))
+    forward, out = messages_of(partial(_ring, local, 32, is_causal=True, order="contiguous", window=window))
     assert forward == Counter({("send", block): num_blocks, ("recv", block): num_blocks})
-    backward, _ = _messages(out.sum().backward)
+    backward, _ = messages_of(out.sum().backward)
     assert backward == Counter({("send", block): 2 * num_blocks, ("recv", block): 2 * num_blocks})
 
 

@@ -23,6 +23,12 @@ class SequenceAttention(Operator):
 
     optional = ("document_offsets",)
     multiple_of_ranks = False  # whether the number of query heads must be a multiple of the number of ranks
+    orders: ClassVar[tuple[str, ...]]  # one of them is drawn
+    edge_case_options: ClassVar[EdgeCaseOptions] = {
+        "sequence_size": SIZES,
+        "order": ("striped", "", "contiguous"),
+        "window": WINDOWS,
+    }
 
     def draw(self, draw: Draw) -> tuple[Values, Options]:
         kv_heads = draw.random.randint(1, 3)
@@ -39,10 +45,13 @@ class SequenceAttention(Operator):
         values["document_offsets"] = offsets if draw.chance(0.4) else None
         has_window = options["is_causal"] and draw.chance(0.4)
         options["window"] = draw.random.randint(1, 2 + tokens) if has_window else None
-        return values, options | {"sequence_size": draw.optional_size(tokens)}
+        options |= {"sequence_size": draw.optional_size(tokens), "order": draw.random.choice(self.orders)}
+        if options["sequence_size"] is None and tokens % (2 * draw.num_ranks):
+            options["sequence_size"] = tokens
+        return values, options
 
     def placement(self, options: Options) -> Placement:
-        return Sharded(2)
+        return HeadTail(2) if options["order"] == "head_tail" else Sharded(2)
 
     def placements(self, values: Values, options: Options) -> dict[str, Placement]:
         return {name: self.placement(options) for name in INPUTS}
@@ -75,6 +84,23 @@ class SequenceAttention(Operator):
                 yield ExpectedError(ValueError, f"got {heads} query heads with {kv_heads} heads of key")
             if self.multiple_of_ranks and heads % rank_in_group.num_ranks:
                 yield ExpectedError(ValueError, f"got {heads} query heads on {rank_in_group.num_ranks} ranks")
+        if given.order not in ("head_tail", "contiguous"):
+            yield ExpectedError(ValueError, f"got order '{given.order}'")
+        elif given.order == "contiguous" and query.dim() == 4:
+            yield from rules.unsharded_size(query, 2, given.sequence_size, rank_in_group, "sequence_size", "query")
+        elif query.dim() == 4:
+            yield from self._head_tail_size(given, rank_in_group)
+
+    @staticmethod
+    def _head_tail_size(given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
+        own_size, size = given.query.size(2), given.sequence_size
+        if size is None:
+            yield MustMatchAcrossRanks("query along 2", own_size)
+            if own_size % 2 and rank_in_group.num_ranks > 1:
+                yield ExpectedError(ValueError, "in head_tail order without sequence_size")
+        elif size < 0 or own_size != sum(map(len, rank_in_group.head_tail_chunks(size))):
+            where = f"on rank {rank_in_group.rank} of {rank_in_group.num_ranks} with sequence_size {size}"
+            yield ExpectedError(ValueError, f"got query of shape {list(given.query.shape)} {where}")
 
     @staticmethod
     def _document_offsets(given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
@@ -120,53 +146,10 @@ class SequenceAttention(Operator):
 
 class RingAttention(SequenceAttention):
     name = "ring_attention"
-    edge_case_options: ClassVar[EdgeCaseOptions] = {
-        "sequence_size": SIZES,
-        "order": ("striped", "", "contiguous"),
-        "window": WINDOWS,
-    }
-
-    def draw(self, draw: Draw) -> tuple[Values, Options]:
-        values, options = super().draw(draw)
-        options["order"] = draw.random.choice(("head_tail", "head_tail", "contiguous"))
-        if options["sequence_size"] is None and values["query"].size(2) % (2 * draw.num_ranks):
-            options["sequence_size"] = values["query"].size(2)
-        return values, options
-
-    def placement(self, options: Options) -> Placement:
-        return HeadTail(2) if options["order"] == "head_tail" else Sharded(2)
-
-    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
-        yield from super().violations(given, rank_in_group)
-        if given.order not in ("head_tail", "contiguous"):
-            yield ExpectedError(ValueError, f"got order '{given.order}'")
-        elif given.order == "contiguous" and given.query.dim() == 4:
-            yield from rules.unsharded_size(
-                given.query, 2, given.sequence_size, rank_in_group, "sequence_size", "query"
-            )
-        elif given.query.dim() == 4:
-            yield from self._head_tail_size(given, rank_in_group)
-
-    @staticmethod
-    def _head_tail_size(given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
-        own_size, size = given.query.size(2), given.sequence_size
-        if size is None:
-            yield MustMatchAcrossRanks("query along 2", own_size)
-            if own_size % 2 and rank_in_group.num_ranks > 1:
-                yield ExpectedError(ValueError, "in head_tail order without sequence_size")
-        elif size < 0 or own_size != sum(map(len, rank_in_group.head_tail_chunks(size))):
-            where = f"on rank {rank_in_group.rank} of {rank_in_group.num_ranks} with sequence_size {size}"
-            yield ExpectedError(ValueError, f"got query of shape {list(given.query.shape)} {where}")
+    orders = ("head_tail", "head_tail", "contiguous")
 
 
 class UlyssesAttention(SequenceAttention):
     name = "ulysses_attention"
+    orders = ("head_tail", "contiguous", "contiguous")
     multiple_of_ranks = True
-    edge_case_options: ClassVar[EdgeCaseOptions] = {"sequence_size": SIZES, "window": WINDOWS}
-
-    def violations(self, given: SimpleNamespace, rank_in_group: RankInGroup) -> Violations:
-        yield from super().violations(given, rank_in_group)
-        if given.query.dim() == 4:
-            yield from rules.unsharded_size(
-                given.query, 2, given.sequence_size, rank_in_group, "sequence_size", "query"
-            )

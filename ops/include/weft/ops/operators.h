@@ -271,13 +271,18 @@ WEFT_OPS_API at::Tensor ring_attention(const at::Tensor& query,
                                        const SequenceAttentionOptions& options = {},
                                        std::string_view order = "head_tail");
 
-// The same by heads, for "contiguous" shards: the number of ranks must divide heads. Communication:
-// two all-to-alls forward, two backward.
+// The same by heads: the number of ranks must divide heads. Communication: two all-to-alls forward,
+// two backward. With `ring_group_name`, the sequence is sharded over a grid of ranks, for more
+// ranks than heads: the r ranks at the same place in r groups `group_name` of u ranks form a ring,
+// which computes ring attention of the tokens that the u ranks have together. Rank j of group i has
+// the shard of rank i * u + j in `order`, and the ring sends r - 1 messages instead of r * u - 1.
 WEFT_OPS_API at::Tensor ulysses_attention(const at::Tensor& query,
                                           const at::Tensor& key,
                                           const at::Tensor& value,
                                           std::string_view group_name,
-                                          const SequenceAttentionOptions& options = {});
+                                          const SequenceAttentionOptions& options = {},
+                                          std::string_view order = "contiguous",
+                                          std::string_view ring_group_name = "");
 
 // Mixture of experts. The experts are sharded over the group like torch.chunk; e = experts of this
 // rank, h = features, m = rows of this rank's experts.
