@@ -88,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--memory", default="1GB", help="of a rank")
-    parser.add_argument("--attention", choices=["ring", "ulysses"], default="ring")
+    parser.add_argument("--attention", choices=["ring", "ulysses", "ring_ulysses"], default="ring")
     for name in ("dim", "n_layers", "n_heads", "hidden_dim", "vocab_size"):
         default = getattr(ModelArgs, name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)

@@ -92,7 +92,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=2, help="number of processes")
     parser.add_argument("--layout", default="cp2", help="sizes of the mesh's axes rep, dp, cp and tp")
-    parser.add_argument("--attention", choices=["ring", "ulysses"], default="ring", help="attention of the shards")
+    attentions = ["ring", "ulysses", "ring_ulysses"]
+    parser.add_argument("--attention", choices=attentions, default="ring", help="attention of the shards")
     parser.add_argument("--checkpoint", action="store_true", help="recompute the activations of each block")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps")

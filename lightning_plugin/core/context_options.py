@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from weft._plugin.options import Options
     from weft.strategy.planning.layout import Sizes
 
-ATTENTIONS = ("ring", "ulysses")
+ATTENTIONS = ("ring", "ulysses", "ring_ulysses")
 
 
 def check_context(owner: str, options: Options, sizes: Sizes) -> None:
@@ -16,7 +16,9 @@ def check_context(owner: str, options: Options, sizes: Sizes) -> None:
     from weft.strategy import Plan
 
     if options.context_attention not in ATTENTIONS:
-        raise ValueError(f"{owner} got context_attention={options.context_attention!r}; pass 'ring' or 'ulysses'.")
+        raise ValueError(
+            f"{owner} got context_attention={options.context_attention!r}; pass 'ring', 'ulysses' or 'ring_ulysses'."
+        )
     if sizes.context_parallel == 1:
         return
     shards_sequence = isinstance(options.plan, Plan) and options.plan.sequence_parallel

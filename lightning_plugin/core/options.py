@@ -140,7 +140,8 @@ class Options:
             In `layout`, it is the size "cp", as in "dp2,cp2,tp2". Without pipelines and `sequence_parallel`.
         context_attention: how attention computes with sequences that context-parallel ranks shard. "ring": keys and
             values travel around the ranks; "ulysses": an all-to-all gives each rank some heads for all tokens, and the
-            number of ranks must divide the number of heads.
+            number of ranks must divide the number of heads; "ring_ulysses": as "ulysses" within groups of as many ranks
+            as divide a layer's heads and key/value heads, and as "ring" between the groups.
         expert_parallel_size: the number of ranks that shard the experts of a mixture of experts: a part of the data-
             and context-parallel ranks, each of which has tokens of its own. `zero_stage` shards experts over the ranks
             that remain. In `layout`, it is the size "ep", as in "dp8,ep4".
@@ -204,7 +205,7 @@ class Options:
     memory_limit: int | str | None = None
     sequence_parallel: bool = False
     context_parallel_size: int = 1
-    context_attention: Literal["ring", "ulysses"] = "ring"
+    context_attention: Literal["ring", "ulysses", "ring_ulysses"] = "ring"
     expert_parallel_size: int = 1
     pipeline_cuts: Any = None
     pipeline_module: str | None = None

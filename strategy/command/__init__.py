@@ -105,7 +105,7 @@ def _add_dry_run(dry_run: Any, batch_help: str) -> None:
     dry_run.add_argument("--optimizer-in-backward", nargs="?", const=True, choices=("rows",), help="without value: all")
     dry_run.add_argument("--activation-checkpointing", help="none (default), selective, full, full:8, ...")
     dry_run.add_argument("--sequence-parallel", action="store_true", default=None)
-    dry_run.add_argument("--context-attention", help="ring (default) or ulysses, of a layout with cp")
+    dry_run.add_argument("--context-attention", help="ring (default), ulysses or ring_ulysses, with cp")
     dry_run.add_argument("--zero-stage", type=int, help="0, 1, 2 or 3 (the default)")
 
 

@@ -28,7 +28,7 @@ from weft.strategy.checkpoint.manifest import Manifest
 from weft.strategy.reports.run_data import DATA_FILE
 
 ROWS, TOKENS, VOCAB, STEPS, CONTEXT = 4, 16, 37, 4, 2
-NUM_DATA = {"tp1": 1, "dp2": 2, "cp2": 1, "dp2,cp2": 2, "rep2,cp2": 2, "pp2,cp2": 1}
+NUM_DATA = {"tp1": 1, "dp2": 2, "cp2": 1, "cp4": 1, "dp2,cp2": 2, "rep2,cp2": 2, "pp2,cp2": 1}
 CASES = [*((layout, stage) for layout in ("cp2", "dp2,cp2") for stage in (0, 1, 3)), ("rep2,cp2", 3)]
 
 
@@ -52,9 +52,9 @@ def batches(num_data: int, data_rank: int, num_batches: int = STEPS) -> list[tup
     return [tuple(each.chunk(num_data)[data_rank] for each in batch) for batch in zip(*full, strict=True)]
 
 
-def model() -> Llama:
+def model(num_heads: int = 4) -> Llama:
     torch.manual_seed(3)
-    return Llama(LlamaArgs(dtype=torch.float64, vocab_size=VOCAB))
+    return Llama(LlamaArgs(dtype=torch.float64, vocab_size=VOCAB, n_heads=num_heads))
 
 
 def loss_of(module: Any, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -64,9 +64,9 @@ def loss_of(module: Any, inputs: Tensor, targets: Tensor) -> Tensor:
 class Tokens(L.LightningModule):
     """Records losses, gradient norms and batches; logs the loss of the training and of the validation."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_heads: int = 4) -> None:
         super().__init__()
-        self.model = model()
+        self.model = model(num_heads)
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.batches: list[Tensor] = []
@@ -110,9 +110,11 @@ def _predicted(run: L.Trainer, module: Tokens, batches_of_rank: DataLoader) -> T
 # ---- one device --------------------------------------------------------------------------------------------
 
 
-def _fit(rank: int, world_size: int, folder: str, layout: str, stage: int | None) -> dict[str, Any]:
+def _fit(
+    rank: int, world_size: int, folder: str, layout: str, stage: int | None, num_heads: int = 4, **options: Any
+) -> dict[str, Any]:
     set_torchrun_environment(rank, world_size)
-    module, strategy = Tokens(), strategy_of(layout, stage)
+    module, strategy = Tokens(num_heads), strategy_of(layout, stage, **options)
     run = trainer(world_size, strategy, folder, gradient_clip_val=0.3, log_every_n_steps=1)
     run.fit(module, loader(rank, layout), loader(rank, layout))
     logged = [run.callback_metrics[name].item() for name in ("train_loss_epoch", "val_loss")]
@@ -131,14 +133,16 @@ def _fit(rank: int, world_size: int, folder: str, layout: str, stage: int | None
     }
 
 
-def _fabric_steps(rank: int, world_size: int, folder: str, layout: str, stage: int | None) -> dict[str, Any]:
+def _fabric_steps(
+    rank: int, world_size: int, folder: str, layout: str, stage: int | None, num_heads: int = 4, **options: Any
+) -> dict[str, Any]:
     """Train clipped steps of two micro-batches, save after the first, load at the end; return the results."""
     set_torchrun_environment(rank, world_size)
     plan = None if layout == "dp2,cp2" else "auto"  # context-parallel ranks need a plan; {} replaces None
-    strategy = FabricStrategy(plan=plan, layout=layout, zero_stage=None if stage == 3 else stage)
+    strategy = FabricStrategy(plan=plan, layout=layout, zero_stage=None if stage == 3 else stage, **options)
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()
-    llama = model()
+    llama = model(num_heads)
     optimizer = torch.optim.SGD(llama.parameters(), lr=0.05, momentum=0.9)
     llama, optimizer = fabric.setup(llama, optimizer)
     axes = strategy.data_axes
@@ -202,6 +206,16 @@ def test_fabric_matches_one_device(folder: str) -> None:
         for result in run_on_ranks(ranks_of(layout), _fabric_steps, folder=folder, layout=layout, stage=stage):
             for name in ("losses", "norms", "logged"):
                 _assert_close(result[name], expected[name], f"{name} of {layout} at stage {stage}")
+            assert_same_weights(result["weights"], expected["weights"])
+
+
+def test_more_context_ranks_than_heads(folder: str) -> None:
+    common: dict[str, Any] = {"folder": folder, "num_heads": 2}
+    for steps in (_fit, _fabric_steps):
+        [expected] = run_on_ranks(1, steps, **common, layout="tp1", stage=None)
+        for result in run_on_ranks(4, steps, **common, layout="cp4", stage=3, context_attention="ring_ulysses"):
+            for name in ("losses", "norms", "logged"):
+                _assert_close(result[name], expected[name], f"{name} of {steps.__name__}")
             assert_same_weights(result["weights"], expected["weights"])
 
 
@@ -377,7 +391,7 @@ def test_replica_check_names_the_context_rank_that_differs(rank: int, world_size
         ({"context_parallel_size": 0}, "context_parallel_size is 0; pass a number of ranks from 1 on\\.$"),
         ({"context_parallel_size": "auto"}, "context_parallel_size is 'auto'; pass a number of ranks from 1 on\\.$"),
         ({"layout": "cpauto"}, "context_parallel_size is 'auto'"),
-        ({"context_attention": "flash"}, "got context_attention='flash'; pass 'ring' or 'ulysses'"),
+        ({"context_attention": "flash"}, "got context_attention='flash'; pass 'ring', 'ulysses' or 'ring_u"),
         ({"layout": "cp2", "context_parallel_size": 2}, "and also context_parallel_size=2; leave these out"),
         ({"layout": "auto", "context_parallel_size": 2}, "and also context_parallel_size=2; leave these out"),
         ({"layout": "cp2", "sequence_parallel": True}, "2 context-parallel ranks and sequence_parallel=True, which"),

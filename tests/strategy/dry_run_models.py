@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +65,9 @@ _LLAMA = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, 
 _GPT2 = {"vocab_size": 512, "n_embd": 128, "n_layer": 3, "n_head": 8, "n_positions": 128}
 
 
-def llama() -> nn.Module:
-    return language_model("llama", torch.float32, **_SIZES, **_LLAMA, num_key_value_heads=8, use_cache=False)
+def llama(num_heads: int = 8) -> nn.Module:
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+    return language_model("llama", torch.float32, **_SIZES, **_LLAMA | heads, use_cache=False)
 
 
 def gpt2() -> nn.Module:
@@ -247,6 +249,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "text": (TextModel, text_batch),
     "long text": (TextModel, long_text_batch),
     "llama": (llama, tokens),
+    "llama_of_two_heads": (partial(llama, 2), tokens),
     "gpt2": (gpt2, tokens),
     "ring": (RingModel, long_sequence),
     "ring_masked": (masked_ring, long_sequence),

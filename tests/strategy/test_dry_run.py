@@ -52,6 +52,7 @@ CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
         ("text", "rep2,dp2", {}),
         ("text", "dp2,tp2", {"precision": "bf16-true", "optimizer_in_backward": True}),
         ("llama", "cp2,tp2", {"precision": "bf16-mixed"}),
+        ("llama_of_two_heads", "cp4", {"context_attention": "ring_ulysses", "precision": "bf16-mixed"}),
     ],
     8: [("llama", "rep2,dp2,tp2", {"precision": "bf16-mixed", "activation_checkpointing": "full"})],
 }
@@ -167,7 +168,7 @@ def test_unsupported_trainings_raise_errors(module: Any, batch: Any, message: st
             {"accumulate_grad_batches": 2, "optimizer_in_backward": "rows"},
             "got accumulate_grad_batches=2 with a pipeline or steps by rows",
         ),
-        ({"context_attention": "all"}, "context_attention is 'all'; pass 'ring' or 'ulysses'"),
+        ({"context_attention": "all"}, "context_attention is 'all'; pass 'ring', 'ulysses' or 'ring_ulysses'"),
         ({"layout": "cp2,tp2", "sequence_parallel": True}, "got sequence_parallel=True for the layout 'cp2,tp2'"),
         ({"rank": 2, "layout": "tp2"}, "rank is 2 for the 2 ranks of the layout 'tp2'; pass a rank of the layout"),
     ],

@@ -1,4 +1,4 @@
-"""Rules of attention: by the ring or by Ulysses, or with the keys and values of all tokens."""
+"""Rules of attention: by the ring, by Ulysses or by both, or with the keys and values of all tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.strategy.context.masks import CausalMask, causal_mask_of
 from weft.strategy.context.products import drop
 from weft.strategy.context.sharded_sequence import GATHER, ShardedSequence, rule, shard, wrap
 
-Attention = Literal["ring", "ulysses"]
+Attention = Literal["ring", "ulysses", "ring_ulysses"]
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -81,7 +81,12 @@ def _sharded(query: Any, key: Any, value: Any, mask: CausalMask | None, scale: f
     if len(set(sizes)) > 1:
         options["scale"] = scale if scale is not None else 1 / math.sqrt(sizes[0])
         shards = [F.pad(each, (0, max(sizes) - each.shape[-1])) for each in shards]
-    if layout.order == "contiguous":
+    if layout.grids:
+        heads, kv_heads = shards[0].shape[1], shards[1].shape[1]
+        grid = next(each for each in layout.grids if each.takes(heads, kv_heads))
+        options |= {"group_name": grid.ulysses_group_name, "ring_group_name": grid.ring_group_name}
+        out = torch.ops.weft.ulysses_attention(*shards, **options, order=layout.order)
+    elif layout.order == "contiguous":
         out = torch.ops.weft.ulysses_attention(*shards, **options)
     else:
         out = torch.ops.weft.ring_attention(*shards, **options, order=layout.order)

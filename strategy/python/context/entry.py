@@ -12,11 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from weft.strategy.context.attention import Attention
 from weft.strategy.context.experts import compute_experts_on_shards
+from weft.strategy.context.groups import grids_of
 from weft.strategy.context.layout import Order, layout_of, place_of
 from weft.strategy.context.sharded_sequence import ShardedSequence, forget_kept, separate, shard
 
 _MARK = "_weft_context"
-ORDERS: dict[Attention, Order] = {"ring": "head_tail", "ulysses": "contiguous"}
+ORDERS: dict[Attention, Order] = {"ring": "head_tail", "ulysses": "contiguous", "ring_ulysses": "head_tail"}
 
 
 class Context:
@@ -26,11 +27,13 @@ class Context:
         self.group_name = group.group_name
         self.num_ranks, self.rank = group.size(), group.rank()
         self.order = ORDERS[attention]
+        self.grids = grids_of(group) if attention == "ring_ulysses" else ()
         self._length: int | None = None
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """Return a full tensor, equal on all ranks, as a sharded sequence with its tokens at `dim`."""
-        place = place_of(layout_of(x.shape[dim], self.group_name, self.num_ranks, self.rank, self.order), dim % x.dim())
+        layout = layout_of(x.shape[dim], self.group_name, self.num_ranks, self.rank, self.order, self.grids)
+        place = place_of(layout, dim % x.dim())
         return ShardedSequence(shard(x, place), place)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -59,14 +62,18 @@ def parallelize_context(
         module: has an nn.Embedding; may be parallelized by a plan.
         group: the context-parallel group; a group of one rank changes nothing. A later call with another group
             replaces the first one.
-        attention: how F.scaled_dot_product_attention is computed: "ring" or "ulysses" attention, see `weft.ops`.
+        attention: how F.scaled_dot_product_attention is computed: "ring" or "ulysses" attention, see `weft.ops`, or
+            "ring_ulysses": by Ulysses within groups of ranks, as many as divide a layer's heads and key/value heads,
+            and by the ring between the groups. The first call for `group` then creates two process groups for each
+            proper divisor of its size, and all ranks of `group` must make it.
         skeleton: of a module in pipeline stages: the copy with all stages, whose forward is recorded.
 
     Raises:
-        ValueError: `attention` has another value, or the module has no embedding.
+        ValueError: `attention` has another value, the module has no embedding, or the group's ranks are not in
+            ascending order, as "ring_ulysses" needs them.
     """
     if attention not in ORDERS:
-        raise ValueError(f"parallelize_context got attention={attention!r}; pass 'ring' or 'ulysses'.")
+        raise ValueError(f"parallelize_context got attention={attention!r}; pass 'ring', 'ulysses' or 'ring_ulysses'.")
     if group.size() == 1:
         return
     modules = [module] if skeleton is None else [module, skeleton]

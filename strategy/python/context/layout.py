@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.nn.shard import shard_range
+from weft.strategy.context.groups import Grid
 
 Order = Literal["head_tail", "contiguous"]
 Interval = tuple[int, int]  # the first token, and the one after the last
@@ -26,6 +27,7 @@ class SequenceLayout:
     intervals: for each rank, the tokens that it has, in ascending order.
     order: the order of `weft.ops.shard_sequence` that the intervals have, which the attention operators support; None:
         the layout is that of a slice of a sequence.
+    grids: of the group, for attention that exchanges heads in some ranks and joins them in rings; () for others.
     """
 
     group_name: str
@@ -33,6 +35,7 @@ class SequenceLayout:
     size: int
     intervals: tuple[tuple[Interval, ...], ...]
     order: Order | None
+    grids: tuple[Grid, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -116,7 +119,9 @@ def _positions(intervals: tuple[Interval, ...], device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def layout_of(size: int, group_name: str, num_ranks: int, rank: int, order: Order) -> SequenceLayout:
+def layout_of(
+    size: int, group_name: str, num_ranks: int, rank: int, order: Order, grids: tuple[Grid, ...] = ()
+) -> SequenceLayout:
     """Return the layout in which `weft.ops.shard_sequence` shards a sequence of `size` tokens."""
     num_chunks = 2 * num_ranks if order == "head_tail" else num_ranks
     chunks = [shard_range(size, num_chunks, chunk) for chunk in range(num_chunks)]
@@ -128,6 +133,7 @@ def layout_of(size: int, group_name: str, num_ranks: int, rank: int, order: Orde
         size,
         tuple(tuple(intervals[c] for c in own if intervals[c][0] < intervals[c][1]) for own in mine),
         order,
+        grids,
     )
 
 

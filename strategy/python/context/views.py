@@ -370,7 +370,8 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     layout = leader.place.layout
     num_ranks, rank = num_ranks_and_rank(leader.place)
     assert layout.order is not None
-    place = place_of(layout_of(full.shape[dim], layout.group_name, num_ranks, rank, layout.order), dim)
+    made = layout_of(full.shape[dim], layout.group_name, num_ranks, rank, layout.order, layout.grids)
+    place = place_of(made, dim)
     return wrap(shard(full, place), place)
 
 

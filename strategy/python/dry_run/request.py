@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from weft.strategy._plan import SCHEDULES
 from weft.strategy.comparison import subject
+from weft.strategy.context.attention import Attention
 from weft.strategy.modules.activation_checkpointing import split_count
 from weft.strategy.plan import Plan, Rules
 from weft.strategy.planning.layout import AUTO, MeshSizes, Sizes
@@ -50,7 +51,7 @@ class Request:
     optimizer_in_backward: bool | str = False
     activation_checkpointing: str = "none"
     sequence_parallel: bool = False
-    context_attention: Literal["ring", "ulysses"] = "ring"
+    context_attention: Attention = "ring"
     zero_stage: int = 3
     pipeline_cuts: str | Sequence[str] | None = None
     pipeline_schedule: str | None = None
@@ -90,8 +91,10 @@ class Request:
                 f"estimate: master_weights is {self.master_weights!r} with precision {self.precision!r}, which does "
                 "not compute with bfloat16 weights; pass precision='bf16-mixed' or 'bf16-true'."
             )
-        if self.context_attention not in ("ring", "ulysses"):
-            raise ValueError(f"estimate: context_attention is {self.context_attention!r}; pass 'ring' or 'ulysses'.")
+        if self.context_attention not in get_args(Attention):
+            raise ValueError(
+                f"estimate: context_attention is {self.context_attention!r}; pass 'ring', 'ulysses' or 'ring_ulysses'."
+            )
         self._check_pipeline()
         if self.sizes.context_parallel > 1 and self.sequence_parallel:
             raise ValueError(

@@ -206,6 +206,12 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
         lambda x: F.scaled_dot_product_attention(*(each[:, :, 2:] for each in _heads(x)), is_causal=True),
         False,
     ),
+    "attention_with_class_token": (
+        lambda x: F.scaled_dot_product_attention(
+            *_heads(torch.cat([torch.ones(2, 1, 4, dtype=x.dtype), x], 1)), is_causal=True
+        ),
+        False,
+    ),
     "accuracy": (lambda x: (x.argmax(-1) == TARGET).double().mean() + x.mean(), False),
     "mean_item": (lambda x: x.sum() * float(x.mean()), False),
     "variance_of_batch": (lambda x: x.var(0, True) + x.std(0, False, True) + x.var(0, unbiased=False), False),
@@ -291,9 +297,16 @@ def _compare(rank: int, world_size: int, attention: str, names: list[str]) -> di
     return found
 
 
-@pytest.mark.parametrize("attention", ["ring", "ulysses"])
-def test_functions_of_shards_are_those_of_full_tensors(attention: str) -> None:
-    results = run_on_ranks(2, _compare, attention=attention, names=list(CASES))[0]
+_ATTENTION = [name for name in CASES if "attention" in name or name == "query_of_one_head"]
+
+
+@pytest.mark.parametrize(
+    ("attention", "num_ranks", "names"),
+    [("ring", 2, list(CASES)), ("ulysses", 2, list(CASES)), ("ring_ulysses", 4, _ATTENTION)],
+    ids=["ring", "ulysses", "ring_ulysses"],
+)
+def test_functions_of_shards_are_those_of_full_tensors(attention: str, num_ranks: int, names: list[str]) -> None:
+    results = run_on_ranks(num_ranks, _compare, attention=attention, names=names)[0]
     wrong = {name: each for name, each in results.items() if max(each[:2]) > 1e-12}
     assert not wrong
     gathering = {name: each[2] for name, each in results.items() if bool(each[2]) != CASES[name][1]}

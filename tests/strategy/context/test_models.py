@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ from support.models import Gpt2, Llama, LlamaArgs
 from support.parity import assert_same_training
 from support.ranks import on_ranks
 from weft import flight
+from weft.nn.shard import process_group
 from weft.strategy.context import ShardedSequence, full_sequences, parallelize_context
 from weft.strategy.context.entry import Context
+from weft.strategy.context.groups import grids_of
 from weft.strategy.modules.activation_checkpointing import checkpoint_activations
 
 # Relative; Gemma computes its norms in float32.
@@ -76,6 +79,69 @@ def test_hugging_face_models_train_as_on_one_device(attention: str, family: str)
     with no_gathers():
         parallelize, tolerance = functools.partial(in_context, attention=attention), FAMILIES[family]
         assert_same_training(parallelize, model, next_token_loss, token_batches(10, 13), "SGD", tolerance=tolerance)
+
+
+def _loss_of_padded_documents(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return the loss for a mask that Hugging Face's models make of a batch with padding."""
+    mask = torch.ones_like(ids)
+    mask[0, 9:] = 0
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids.masked_fill(mask == 0, -100)[:, 1:].flatten())
+
+
+class _LayersWithOtherHeads(nn.Module):
+    """Has layers with 1, 2, 3 and 4 heads, of which 4 ranks divide 1, 2, 1 and 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        args = [LlamaArgs(dim=24, n_heads=heads, dtype=torch.float64) for heads in (1, 2, 3, 4)]
+        self.layers = nn.ModuleList(Llama(each) for each in args)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embed, head = self.layers[0].tok_embeddings, self.layers[0].output
+        x = embed(ids)
+        for model in self.layers:
+            x = model.layers[0](x, model.cos, model.sin)
+        return head(x)
+
+
+@on_ranks(4)
+def test_more_ranks_than_heads() -> None:
+    """Models with 1 to 4 heads, grouped queries, a window and padding, with uneven shards and with empty ones."""
+    two = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    cases = [
+        (_LayersWithOtherHeads(), next_token_loss, 16, 37),
+        (Llama(LlamaArgs(n_heads=2, dtype=torch.float64)), next_token_loss, 3, 37),
+        (language_model("qwen3"), next_token_loss, 13, VOCAB),
+        (language_model("mistral", **two, sliding_window=5), next_token_loss, 21, VOCAB),
+        (language_model("llama", **two), _loss_of_padded_documents, 13, VOCAB),
+    ]
+    parallelize = functools.partial(in_context, attention="ring_ulysses")
+    for model, loss_of, tokens, vocab_size in cases:
+        with no_gathers():
+            assert_same_training(parallelize, model, loss_of, token_batches(3, tokens, vocab_size), "SGD")
+
+
+@on_ranks(2, 4)
+def test_groups_of_grids_are_created_once(rank: int, world_size: int) -> None:
+    world = dist.group.WORLD
+    grids = grids_of(world)
+    num_groups = len(dist.distributed_c10d._world.pg_map)
+    assert grids_of(world) is grids and len(dist.distributed_c10d._world.pg_map) == num_groups
+    found = [tuple(_ranks_of(name) for name in grid[1:]) for grid in grids]
+    inner, ring = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+    all_ranks, none = list(range(world_size)), []
+    assert found == [(all_ranks, none), *([(inner, ring)] if world_size == 4 else []), (none, all_ranks)]
+    assert [grid.num_ulysses for grid in grids if grid.takes(12, 2)] == [2, 1]
+    assert [grid.num_ulysses for grid in grids if grid.takes(12, 3)] == [1]
+    if world_size == 4:  # a user, or another test, may have destroyed a group
+        dist.destroy_process_group(process_group(grids[1].ring_group_name))
+        again = grids_of(world)
+        assert again is not grids and _ranks_of(again[1].ring_group_name) == ring
+
+
+def _ranks_of(group_name: str) -> list[int]:
+    return dist.get_process_group_ranks(process_group(group_name)) if group_name else []
 
 
 @on_ranks(2, 4)
@@ -303,31 +369,37 @@ def _calls(run: Callable[[], Tensor | None]) -> tuple[Counter[str], Any]:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("attention", ["ring", "ulysses"])
-def test_number_of_communications(world_size: int, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("attention", "num_heads"), [("ring", 4), ("ulysses", 4), *(("ring_ulysses", heads) for heads in (1, 2, 4))]
+)
+def test_number_of_communications(world_size: int, attention: str, num_heads: int) -> None:
     """Each layer communicates in its attention alone, and the loss in one sum: nothing is gathered."""
     torch.manual_seed(0)
-    model = Llama(LlamaArgs(dtype=torch.float64))
+    model = Llama(LlamaArgs(n_heads=num_heads, dtype=torch.float64))
     parallelize_context(model, dist.group.WORLD, attention=attention)
     [ids] = token_batches(1, 16, LlamaArgs().vocab_size)
     forward, loss = _calls(functools.partial(next_token_loss, model, ids))
     backward, _ = _calls(loss.backward)
-    layers, others = LlamaArgs().n_layers, world_size - 1
-    if attention == "ring":
-        assert forward == {"send": layers * others, "recv": layers * others, "all_reduce": 1}
-        assert backward == {"send": 2 * layers * others, "recv": 2 * layers * others, "all_reduce": 1}
-    else:
-        assert forward == {"all_to_all": 2 * layers, "all_reduce": 1}
-        assert backward == {"all_to_all": 2 * layers, "all_reduce": 1}
+    num_ulysses = 1 if attention == "ring" else math.gcd(num_heads, world_size)
+    num_blocks = LlamaArgs().n_layers * (world_size // num_ulysses - 1)
+    num_exchanges = 2 * LlamaArgs().n_layers if num_ulysses > 1 else 0
+    others = Counter({"all_to_all": num_exchanges, "all_reduce": 1})
+    assert +forward == +(others + Counter({"send": num_blocks, "recv": num_blocks}))
+    assert +backward == +(others + Counter({"send": 2 * num_blocks, "recv": 2 * num_blocks}))
 
 
 @on_ranks(2)
 def test_errors() -> None:
     group = dist.group.WORLD
-    with pytest.raises(ValueError, match=r"got attention='rings'; pass 'ring' or 'ulysses'"):
+    with pytest.raises(ValueError, match=r"got attention='rings'; pass 'ring', 'ulysses' or 'ring_ulysses'"):
         parallelize_context(Llama(LlamaArgs()), group, attention="rings")
     with pytest.raises(ValueError, match=r"got a Linear without an nn.Embedding"):
         parallelize_context(nn.Linear(2, 2), group)
+    reverse = dist.new_group([0, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_process_group_ranks", lambda group: [1, 0])
+        with pytest.raises(ValueError, match=r"got a group with the ranks \[1, 0\] and attention='ring_ulysses'"):
+            parallelize_context(Llama(LlamaArgs()), reverse, attention="ring_ulysses")
     x = Context(group, "ring").shard(torch.ones(2, 5), 1)
     with pytest.raises(ValueError, match="unsqueeze_ would change a sequence that is sharded"):
         x.unsqueeze_(0)
