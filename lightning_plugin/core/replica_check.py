@@ -22,13 +22,14 @@ class ReplicaMixin:
 
     Every rank hashes the bytes of its parameters and of the tensors in its optimizers' states that other ranks hold,
     too: those replicated over data-parallel ranks, over tensor-parallel ranks, and parameters that pipeline stages
-    share. Sharded tensors have no second copy, and are not compared. With `zero_stage=1`, each step gathers the weights
+    share. Experts are compared between the data-parallel ranks that hold the same ones. Sharded tensors have no second
+    copy, and are not compared. With `zero_stage=1`, each step gathers the weights
     from their owners, so that a changed weight is overwritten, or spread to all ranks, before most checks. Buffers are
     not compared: running statistics are those of each rank's own data. The error names the first tensor that differs,
     the step and the ranks.
 
     A check reads each compared tensor once (on a GPU: copies it to the host), and takes one all-gather of at most 16
-    numbers of each rank. Other steps take no time.
+    numbers of each rank, or two with expert-parallel ranks. Other steps take no time.
 
     Replicas are equal only if all ranks compute with the same bits: with the same kind of device and number of threads.
     On GPUs, kernels that add in an arbitrary order give tensor-parallel ranks different gradients of replicated
@@ -80,20 +81,28 @@ class ReplicaMixin:
         from weft.strategy.faults import compare_replicas
 
         self._checked_step = self._step
-        comparison = compare_replicas(
-            self._replicas(strategy, pl_module), strategy.device_mesh, strategy.root_device, PIPELINE_AXIS
-        )
-        self.num_compared = comparison.num_compared
-        if comparison.differences:
-            raise RuntimeError(self._error_text(comparison.differences))
+        experts = strategy._engine.groups.experts
+        meshes = [strategy.device_mesh] if experts is None else [strategy.device_mesh, experts.mesh]
+        self.num_compared, differences = 0, []
+        for mesh in meshes:
+            replicas = self._replicas(strategy.optimizers, pl_module, mesh)
+            comparison = compare_replicas(replicas, mesh, strategy.root_device, PIPELINE_AXIS)
+            self.num_compared += comparison.num_compared
+            differences += comparison.differences
+        if differences:
+            raise RuntimeError(self._error_text(differences))
         self._equal_after = self._step
 
-    def _replicas(self, strategy: Any, pl_module: Any) -> Iterator[Replica]:
+    def _replicas(self, optimizers: Any, pl_module: Any, mesh: Any) -> Iterator[Replica]:
+        """Yield this rank's replicated tensors on a mesh: that of experts, or that of all other parameters."""
+        from weft.strategy.experts.shards import EXPERT_AXIS, is_expert
         from weft.strategy.faults import Replica, replicas_of
 
-        names, tied = parameter_names(pl_module), _names_on_several_ranks(pl_module)
-        stage_axis = PIPELINE_AXIS if PIPELINE_AXIS in strategy.device_mesh.mesh_dim_names else None
-        for each in replicas_of(names, strategy.optimizers, strategy.device_mesh, stage_axis=stage_axis, tied=tied):
+        has_experts = EXPERT_AXIS in mesh.mesh_dim_names
+        names = {each: name for each, name in parameter_names(pl_module).items() if is_expert(each) == has_experts}
+        tied = _names_on_several_ranks(pl_module)
+        stage_axis = PIPELINE_AXIS if PIPELINE_AXIS in mesh.mesh_dim_names else None
+        for each in replicas_of(names, optimizers, mesh, stage_axis=stage_axis, tied=tied):
             yield Replica(each.name, each.local, each.axes & self._axes)
 
     def _error_text(self, differences: Sequence[Difference]) -> str:

@@ -22,6 +22,7 @@ from lightning_plugin.scripts.plugin_models import (
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_plugin import test_expert_axis as experts
 from support.ranks import on_ranks, run_on_ranks
 from weft.lightning import ReplicaCheck, WeftModelParallelStrategy
 from weft.strategy.data_parallel import sharded_states_of
@@ -167,6 +168,47 @@ def test_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
 )
 def test_shards_are_not_compared(tmp_path: Path, case: str, flip: tuple[Any, ...]) -> None:
     assert run_on_ranks(2, _fit_flipped, folder=str(tmp_path), case=case, flip=flip) == [("", NUM_BATCHES)] * 2
+
+
+def _fit_experts(
+    rank: int, world_size: int, folder: str, layout: str, stage: int, parameter: str, state: str
+) -> tuple[str, int]:
+    """Train with AdamW; flip a bit on rank 2, if a parameter is given. Return the error, and the tensors compared."""
+    set_torchrun_environment(rank, world_size)
+    check, callbacks = ReplicaCheck(1), [Flip(2, parameter, state)] if parameter else []
+    module = experts.Adam("mixtral", clips=False)
+    data = experts.loader(experts.data_rank_of(rank, layout), 4)
+    strategy = experts.strategy_of(layout, stage)
+    try:
+        trainer(world_size, strategy, folder, callbacks=[*callbacks, check]).fit(module, data)
+    except RuntimeError as error:
+        return str(error), check.num_compared
+    return "", check.num_compared
+
+
+EXPERTS = "model.model.layers.0.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "parameter", "state", "expected"),
+    [
+        ("dp4,ep2", 0, EXPERTS, "exp_avg", f"'exp_avg of {EXPERTS}' differs between ranks 0 and 2"),
+        ("dp4,ep2", 1, EXPERTS, "", f"'{EXPERTS}' differs between ranks 0 and 2"),
+        ("dp4,ep2", 0, "model.model.norm.weight", "", "'model.model.norm.weight' differs on rank 2, of ranks 0, 1, 2"),
+        ("dp4,ep2", 1, "", "", ""),
+        ("dp4,ep2", 3, EXPERTS, "exp_avg", ""),
+        ("dp4,ep4", 0, EXPERTS, "", ""),
+        ("rep2,dp2,ep2", 3, EXPERTS, "", f"'{EXPERTS}' differs between ranks 0 and 2"),
+    ],
+)
+def test_experts_are_compared(
+    tmp_path: Path, layout: str, stage: int, parameter: str, state: str, expected: str
+) -> None:
+    """Ranks 0 and 2 hold the same experts, unless each rank has its own, or a shard of these."""
+    case = {"folder": str(tmp_path), "layout": layout, "stage": stage, "parameter": parameter, "state": state}
+    [(text, num_compared)] = set(run_on_ranks(4, _fit_experts, **case))
+    assert text.startswith(f"ReplicaCheck: after step 3, {expected}") if expected else not text
+    assert num_compared > 0
 
 
 class Pipelined(Text):

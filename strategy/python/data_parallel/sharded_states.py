@@ -93,6 +93,10 @@ class ShardedStates:
         """Return the group over whose ranks the states are sharded, but for those of experts."""
         return self._group
 
+    def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
+        """Return the group over whose ranks the states of a parameter are sharded."""
+        return self._groups.of(parameter)
+
     def flat_shard_of(self, parameter: Tensor) -> Tensor | None:
         """Return the flat shard that is a parameter's key in the optimizer's `state`; None: there is none yet."""
         return self._flat_shards.get(parameter)

@@ -31,7 +31,8 @@ def replicas_of(
     """Yield the tensors of this rank to be compared, parameters first; a tensor on an unknown mesh is left out.
 
     Args:
-        names: this rank's parameters, in the model's order, with names that are equal on all ranks that hold them.
+        names: this rank's parameters, in the model's order, with names that are equal on all ranks that hold them:
+            sharded experts, with `mesh` that of experts, or all others.
         optimizers: the tensors of their states are named like "exp_avg of layer.weight".
         mesh: has all ranks and named axes.
         stage_axis: the mesh's axis of pipeline stages, whose ranks hold different parameters.
@@ -51,9 +52,9 @@ def replicas_of(
     for idx, optimizer in enumerate(optimizers):
         suffix = f" (optimizer {idx})" if len(optimizers) > 1 else ""
         sharded = sharded_states_of(optimizer)
-        state_axis = None if sharded is None else _axis_of(mesh, sharded.group)
         for parameter, name in names.items():
             key = parameter if sharded is None else sharded.flat_shard_of(parameter)
+            state_axes = frozenset[str]() if sharded is None else _axes_of(mesh, sharded.group_of(parameter))
             if key is None or key not in optimizer.state:
                 continue
             for state_name, value in optimizer.state[key].items():
@@ -65,7 +66,7 @@ def replicas_of(
                 elif value.dim() == 0 and state_name == "step":
                     axes = every_axis if stage_axis is None or name in tied else every_axis - {stage_axis}
                 elif sharded is not None and is_elementwise_state(state_name, value, key.shape):
-                    axes = axes - {state_axis or ""}
+                    axes = axes - state_axes
                 # Any other plain tensor may depend on this rank's shard of the parameter, such as a norm.
                 yield Replica(f"{state_name} of {name}{suffix}", local_shard(value), axes)
 
@@ -82,8 +83,12 @@ def replicated_axes(tensor: Tensor, every_axis: frozenset[str]) -> frozenset[str
     }
 
 
-def _axis_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> str | None:
-    """Return the name of the axis along which a group lies; None: the group has one rank, or lies along none."""
+def _axes_of(mesh: DeviceMesh, group: dist.ProcessGroup) -> frozenset[str]:
+    """Return the names of the axes along which the ranks of a group, one of which is this rank, differ."""
     ranks = dist.get_process_group_ranks(group)
-    axes = [name for i, name in enumerate(mesh.mesh_dim_names or ()) if mesh.size(i) == len(ranks) > 1]
-    return next((each for each in axes if dist.get_process_group_ranks(mesh.get_group(each)) == ranks), None)
+    places = [(mesh.mesh == rank).nonzero()[0].tolist() for rank in ranks]
+    return frozenset(
+        name
+        for name, along in zip(mesh.mesh_dim_names or (), zip(*places, strict=True), strict=True)
+        if len(set(along)) > 1
+    )
