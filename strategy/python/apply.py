@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from weft.strategy._plan import shard_range
 from weft.strategy.deferred import check_written, materialize, materialize_buffers
 from weft.strategy.experts.layer import ExpertsState
+from weft.strategy.experts.list_sharding import shard_list
 from weft.strategy.experts.recognition import layout_of, num_experts_of
 from weft.strategy.modules.activation_checkpointing import CheckpointedModule, WrappedForward, checkpoint_activations
 from weft.strategy.modules.offload import offload_activations
@@ -82,6 +83,8 @@ def parallelize(
     dims = parameter_dims(model, assignments)
     _check_modules(model)
     check_written(model)
+    if _shard_lists(model, tp_mesh, assignments, keeps_deferred):
+        dims = parameter_dims(model, assignments)
     excluded = {id(m) for m in model.modules() if any(isinstance(p, DTensor) for p in m.parameters(recurse=False))}
     excluded |= ignored
     stays_plain = keeps_plain_on_one_rank and tp_mesh.size() == 1
@@ -343,6 +346,16 @@ def _apply_options(model: nn.Module, assignments: Assignments) -> list[str]:
             offload_activations(module)
     counts = collections.Counter(assignments.options.values())
     return [f"{options.rule or 'the model itself'}: {options}, for {n} modules" for options, n in counts.items()]
+
+
+def _shard_lists(model: nn.Module, mesh: DeviceMesh, assignments: Assignments, keeps_deferred: bool) -> bool:
+    """Shard the lists of experts that have the style experts; return whether there are any."""
+    names = [name for name, assignment in assignments.styles.items() if assignment.style == "experts"]
+    lists = [name for name in names if isinstance(model.get_submodule(name), nn.ModuleList)] if mesh.size() > 1 else []
+    for name in lists:
+        shard_list(model, name, mesh, mesh, keeps_deferred)
+        del assignments.styles[name]  # a list that calls its experts itself has the forward of its class
+    return bool(lists)
 
 
 def _experts_state(module: nn.Module, mesh: DeviceMesh, style: str) -> ExpertsState | None:

@@ -5,7 +5,16 @@ send each token to the ranks of its experts and back, by the operators of `weft.
 """
 
 from weft.strategy.experts.entry import parallelize_experts
+from weft.strategy.experts.lists import find_expert_lists
 from weft.strategy.experts.recognition import ExpertsLayout, find_experts, num_experts_of
 from weft.strategy.experts.shards import EXPERT_AXIS, is_expert
 
-__all__ = ["EXPERT_AXIS", "ExpertsLayout", "find_experts", "is_expert", "num_experts_of", "parallelize_experts"]
+__all__ = [
+    "EXPERT_AXIS",
+    "ExpertsLayout",
+    "find_expert_lists",
+    "find_experts",
+    "is_expert",
+    "num_experts_of",
+    "parallelize_experts",
+]

@@ -29,6 +29,7 @@ _KEY = "_weft_experts"
 class ExpertsState:
     """The state of a module with experts; immutable.
 
+    layout: None: the experts are the modules of a list (`list_modules.StackedExperts`).
     mesh: the mesh of its parameters, of one axis.
     expert_group: the c10d name of the group over whose ranks the experts are sharded.
     tensor_group: the ranks of it that have the same tokens, of which each sends its part; "": all have different ones.
@@ -36,7 +37,7 @@ class ExpertsState:
     """
 
     original_class: type[nn.Module]
-    layout: ExpertsLayout
+    layout: ExpertsLayout | None
     mesh: DeviceMesh
     expert_group: str
     tensor_group: str
@@ -78,6 +79,23 @@ def experts_forward(
 
     `parameter`: returns this rank's shard of a parameter by its name.
     """
+    assert state.layout is not None
+    compute = functools.partial(_compute, module, state.layout, parameter)
+    return exchange_rows(state, compute, hidden_states, top_k_index, top_k_weights)
+
+
+def exchange_rows(
+    state: ExpertsState,
+    compute: Callable[[Tensor, Tensor], Tensor],
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """Return what `experts_forward` does, with the results of `compute`.
+
+    `compute`: returns the results `[m, h]` of this rank's experts for rows `[m, h]`, sorted by expert, and the number
+    of rows of each expert.
+    """
     inputs = [each.flatten(0, -2) for each in (hidden_states, top_k_index, top_k_weights)]
     num_tokens = inputs[0].size(0)
     if state.tensor_group:
@@ -88,7 +106,7 @@ def experts_forward(
     )
     if state.num_data > 1:
         rows = _ScaledGradient.apply(rows, float(state.num_data))
-    results = _compute(module, state.layout, parameter, rows, counts)
+    results = compute(rows, counts)
     if state.num_data > 1:
         results = _ScaledGradient.apply(results, 1.0 / state.num_data)
     if weights.dtype != torch.float32 or results.dtype == torch.float64:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.strategy.experts.layer import state_of_experts
+from weft.strategy.experts.lists import ExpertList
 from weft.strategy.experts.recognition import layout_of, why_not_sharded
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.recognition import attention, mlp_layers, probe
@@ -53,6 +54,10 @@ def assign_auto(
     skipped = 0
     for name, module in model.named_modules():
         if id(module) in claimed:
+            continue
+        if isinstance(module, ExpertList):
+            skipped += 1
+            claimed.update(id(inner) for inner in module.modules())
             continue
         if any(isinstance(p, DTensor) for p in module.parameters(recurse=False)):
             skipped += 1

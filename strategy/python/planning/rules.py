@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy import _plan
 from weft.strategy.experts.layer import state_of_experts
+from weft.strategy.experts.lists import ExpertList, why_list_not_sharded
 from weft.strategy.experts.recognition import layout_of, why_not_sharded
 from weft.strategy.experts.shards import is_expert
 from weft.strategy.modules.activation_checkpointing import why_not_wrapped
@@ -64,7 +65,7 @@ def assign_rules(
     """Give each named module the style of its rule; raises ValueError like `assign_explicit`."""
     for name, rule in rules:
         module = modules[name]
-        if rule.style == "experts" and state_of_experts(module) is not None:
+        if rule.style == "experts" and (state_of_experts(module) is not None or isinstance(module, ExpertList)):
             result.notes.append(f"{name}: its experts are sharded over the axis expert_parallel already")
             _record_options(result, name, module, rule)
             continue
@@ -73,6 +74,8 @@ def assign_rules(
             _assign_attention(result, name, module, evidence)
         elif rule.style == "column_row_mlp":
             _assign_mlp(result, name, module, rule, evidence)
+        elif rule.style == "experts" and isinstance(module, nn.ModuleList):
+            _assign_list(result, name, modules[""], rule)
         else:
             _ASSIGN[rule.style](result, name, module, rule)
         _record_options(result, name, module, rule)
@@ -107,7 +110,8 @@ def _check_no_dtensors(name: str, module: nn.Module, style: str) -> None:
         return
     if style == "column_row_mlp":
         check_no_fsdp_children(name, module)
-    for parameter_name, parameter in module.named_parameters(recurse=style in _CONTAINER_STYLES):
+    is_container = style in _CONTAINER_STYLES or isinstance(module, ExpertList)
+    for parameter_name, parameter in module.named_parameters(recurse=is_container):
         if is_expert(parameter):
             raise ValueError(
                 f"parallelize: the rule for {display_name(name)} has the style {style!r}, but its experts are sharded "
@@ -255,6 +259,15 @@ def _assign_experts(result: Assignments, name: str, module: nn.Module, rule: _pl
     if reason:
         raise ValueError(
             f"parallelize: style 'experts' cannot shard {display_name(name)}: {reason}; use style 'replicate'."
+        )
+    result.styles[name] = Assignment(rule.style)
+
+
+def _assign_list(result: Assignments, name: str, model: nn.Module, rule: _plan.Rule) -> None:
+    reason = why_list_not_sharded(model, name, result.tp_size)
+    if reason is not None:
+        raise ValueError(
+            f"parallelize: style 'experts' cannot shard {display_name(name)}: {reason}; or use style 'replicate'."
         )
     result.styles[name] = Assignment(rule.style)
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from weft.strategy.deferred import is_deferred
 from weft.strategy.deferred.files import FileTensor, Region, deferred_of
+from weft.strategy.experts.lists import ExpertList
 from weft.strategy.pretrained.conversions import names_in_model
 from weft.strategy.pretrained.files import open_tensors
 from weft.strategy.pretrained.progress import expect_reads
@@ -111,7 +112,17 @@ def load_pretrained(
 
 def _targets(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers by name, each tied parameter under all of its names."""
+    _check_no_sharded_lists(model)
     return {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+
+def _check_no_sharded_lists(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, ExpertList):
+            raise ValueError(
+                f"load_pretrained got a model whose list of experts '{name}' is sharded, and reads into tensors of "
+                "single experts; call it before the model is set up, as in configure_model."
+            )
 
 
 def _renamed(model: nn.Module, found: Iterable[str], rename: Rename | None) -> tuple[dict[str, str], list[str]]:
