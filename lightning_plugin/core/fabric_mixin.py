@@ -293,7 +293,7 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
             checkpoints.write_directory({model_key: weights}, states, rest, target, stages, engine.about(), seconds)
             return
         background.wait(raises=False)
-        full_states = {key: full_state(optimizer, self.is_global_zero) for key, optimizer in optimizers.items()}
+        full_states = {key: full_state(model, optimizer, self.is_global_zero) for key, optimizer in optimizers.items()}
         file = {model_key: weights, **full_states, **rest}
         on_first_rank("save", target, lambda: checkpoints.write_file(file, target))
 

@@ -112,8 +112,9 @@ def _shard_experts(engine: Engine, module: Module) -> None:
     if experts is None:
         _check_experts_are_full(engine, module)
         return
-    from weft.strategy.experts import find_experts, parallelize_experts
+    from weft.strategy.experts import find_expert_lists, find_experts, parallelize_experts
 
+    _check_lists(engine, find_expert_lists(module))
     if engine.options.has_stages and not find_experts(module):
         return  # all layers of this rank's stages are dense
     # The plan's verification calls the full model.
@@ -121,6 +122,30 @@ def _shard_experts(engine: Engine, module: Module) -> None:
     tensor = engine.mesh[TENSOR_AXIS]
     keeps_deferred = engine.data_axes.shards_parameters
     parallelize_experts(module, experts.mesh, tensor_mesh=tensor, keeps_deferred=keeps_deferred)
+
+
+def _check_lists(engine: Engine, names: list[str]) -> None:
+    """Raise ValueError for options that lists of experts, which are to be sharded, do not support."""
+    if not names:
+        return
+    options = engine.options
+    unsupported = {
+        "context-parallel ranks": engine.context_group is not None,
+        "pipeline stages": options.has_stages,
+        "compile": options.compile is not None,
+        f"optimizer_state={options.optimizer_state!r}": options.optimizer_state != "float32",
+        f"master_weights={options.master_weights!r}": options.master_weights != "float32",
+        # A block's recomputation gathers the experts, which FSDP2 does not expect before their own backward.
+        "activation_checkpointing='selective' with zero_stage 2 or 3": (
+            options.activation_checkpointing == "selective" and engine.data_axes.shards_parameters
+        ),
+    }
+    found = next((option for option, is_given in unsupported.items() if is_given), None)
+    if found is not None:
+        raise ValueError(
+            f"{engine.name} got {found} for a model with the list of experts '{names[0]}', and shards experts in an "
+            "nn.ModuleList only without that option; leave it out, or do not shard the experts."
+        )
 
 
 def _check_experts_are_full(engine: Engine, module: Module) -> None:
@@ -145,6 +170,10 @@ def _shard_layers(engine: Engine, module: Module) -> None:
     shards_further = engine.data_axes.shards_parameters
     stays_plain = shards_further and not engine.options.has_stages
     parallelize(module, engine.mesh, engine.plan, keeps_plain_on_one_rank=stays_plain, keeps_deferred=shards_further)
+    if "weft.strategy.experts" in sys.modules:
+        from weft.strategy.experts.lists import ExpertList
+
+        _check_lists(engine, [name for name, each in module.named_modules() if isinstance(each, ExpertList)])
 
 
 def _shard_sequences(engine: Engine, module: Module) -> None:

@@ -12,6 +12,7 @@ shape and placements or a plain tensor, such as a step count. Scales of quantize
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from weft.strategy.parameter_names import parameter_names
 if TYPE_CHECKING:
     from weft.strategy.checkpoint import Checkpoint
     from weft.strategy.data_parallel import ShardedStates
+    from weft.strategy.optimizers.expert_states import ExpertStates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,15 +110,17 @@ def named_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     state_dict = _gathered_state_dict(optimizer, ordered)
     name_of_idx = {idx: names[parameter] for idx, parameter in enumerate(ordered)}
-    return {
+    named: dict[str, Any] = {
         "state": {name_of_idx[idx]: states_to_save(state, ordered[idx]) for idx, state in state_dict["state"].items()},
         "param_groups": [
             {**group, "params": [name_of_idx[idx] for idx in group["params"]]} for group in state_dict["param_groups"]
         ],
     }
+    states = expert_states(module, names)
+    return named if states is None else states.split_named(named, optimizer)
 
 
-def full_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+def full_state(module: torch.nn.Module, optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     """Return the state with unsharded tensors on the CPU, keyed by index like an unsharded optimizer's `state_dict`.
 
     Quantized states are converted to float32.
@@ -134,7 +138,18 @@ def full_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
         full = {name: _full_tensor(value, keep) for name, value in in_float32.items()}
         if keep:
             state[idx] = full
-    return {**state_dict, "state": state} if keep else {}
+    full_state_dict = {**state_dict, "state": state} if keep else {}
+    states = expert_states(module, parameter_names(module)) if keep else None
+    return full_state_dict if states is None else states.split_full(full_state_dict, optimizer)
+
+
+def expert_states(module: torch.nn.Module, names: Mapping[Tensor, str]) -> ExpertStates | None:
+    """Return what converts the states of sharded lists of experts; None: the module has none."""
+    if "weft.strategy.experts" not in sys.modules:
+        return None
+    from weft.strategy.optimizers.expert_states import ExpertStates
+
+    return ExpertStates(module, names) or None
 
 
 def _gathered_state_dict(optimizer: Optimizer, ordered: list[Tensor]) -> dict[str, Any]:
@@ -188,9 +203,13 @@ def load_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mapping[str
     names = parameter_names(module)
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     saved_groups = _local_groups(module, names, saved["param_groups"])
-    _check_group_sizes(
-        [len(group["params"]) for group in saved_groups], [len(group["params"]) for group in optimizer.param_groups]
-    )
+    states = expert_states(module, names)
+    groups = [group["params"] for group in optimizer.param_groups]
+    present = groups if states is None else [states.expanded(group) for group in groups]
+    _check_group_sizes([len(group["params"]) for group in saved_groups], [len(group) for group in present])
+    if states is not None:
+        saved = states.joined(saved, optimizer)
+        saved_groups = saved["param_groups"]
     saved_keys = [key for group in saved_groups for key in group["params"]]
     idx_of_name = {names[p]: idx for idx, p in enumerate(ordered)}
     sharded = sharded_states_of(optimizer)
@@ -206,12 +225,12 @@ def load_state(module: torch.nn.Module, optimizer: Optimizer, saved: Mapping[str
             else value
             for name, value in states_to_load(optimizer, values, ordered[idx]).items()
         }
-    first_idx, groups = 0, []
+    first_idx, loaded_groups = 0, []
     for group in saved_groups:
         num_params = len(group["params"])
-        groups.append({**group, "params": list(range(first_idx, first_idx + num_params))})
+        loaded_groups.append({**group, "params": list(range(first_idx, first_idx + num_params))})
         first_idx += num_params
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict({"state": state, "param_groups": loaded_groups})
 
 
 def _local_groups(
@@ -244,7 +263,10 @@ def load_sharded_state(checkpoint: Checkpoint, key: str, module: torch.nn.Module
     from weft.strategy.optimizers.saved_states import device_of_states, empty_state
 
     metadata = checkpoint.metadata
-    parameter_of_name = {name: parameter for parameter, name in parameter_names(module).items()}
+    names = parameter_names(module)
+    parameter_of_name = {name: parameter for parameter, name in names.items()}
+    states = expert_states(module, names)
+    of_experts = {} if states is None else states.empty_states()
     state: dict[str, dict[str, Any]] = {}
     groups: dict[int, dict[str, Any]] = {}
     for flat_key, entry in metadata.state_dict_metadata.items():
@@ -258,6 +280,8 @@ def load_sharded_state(checkpoint: Checkpoint, key: str, module: torch.nn.Module
             parameter = parameter_of_name[owner]
             device = device_of_states(optimizer, parameter)
             state.setdefault(owner, {})[name] = tensor and empty_state(name, tensor, parameter, device)
+        elif kind == "state" and owner in of_experts:
+            state.setdefault(owner, {})[name] = tensor and of_experts[owner](name, tensor)
         elif kind == "param_groups":
             groups.setdefault(owner, {})[name] = tensor and torch.empty(tensor.size, dtype=tensor.properties.dtype)
     target = {key: {"state": state, "param_groups": [groups[idx] for idx in sorted(groups)]}}

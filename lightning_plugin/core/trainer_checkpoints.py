@@ -33,7 +33,7 @@ def optimizer_state(engine: Engine, strategy: StockTrainerStrategy, optimizer: A
     """Return the optimizer's state: this rank's shards for `save`, or for a file the full state; collective."""
     inner: Optimizer = getattr(optimizer, "optimizer", optimizer)  # LightningOptimizer wraps the user's
     if not strategy._save_distributed_checkpoint:
-        return full_state(inner, keep=strategy.is_global_zero)
+        return full_state(strategy.model, inner, keep=strategy.is_global_zero)
     state = named_state(strategy.model, inner)
     if engine.pipeline is not None:
         merge_parameter_groups(state, engine.stages.group)
