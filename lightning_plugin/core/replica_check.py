@@ -81,7 +81,7 @@ class ReplicaMixin:
         from weft.strategy.faults import compare_replicas
 
         self._checked_step = self._step
-        experts = strategy._engine.groups.experts
+        experts = strategy.groups.experts
         meshes = [strategy.device_mesh] if experts is None else [strategy.device_mesh, experts.mesh]
         self.num_compared, differences = 0, []
         for mesh in meshes:
