@@ -68,7 +68,7 @@ def check_blocks(engine: Engine, module: Module) -> None:
     given = f"{engine.name} got compile={engine.options.compile!r}"
     if find_staged(module) is None and not repeated_blocks(module):
         raise ValueError(
-            f"{given}, and a {type(module).__name__} has no repeated blocks, which are modules of one class in an "
+            f"{given}, and '{type(module).__name__}' has no repeated blocks, which are modules of one class in an "
             "nn.ModuleList or nn.Sequential; leave it out, and call torch.compile in your own code."
         )
     if engine.plan is not None and engine.plan.offloads(module):

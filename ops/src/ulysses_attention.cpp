@@ -223,7 +223,8 @@ at::Tensor ulysses_attention(const at::Tensor& query,
                     " query heads on ",
                     num_ranks,
                     " ranks; pass a multiple of the number of ranks, or use "
-                    "weft::ring_attention, which does not divide the heads.");
+                    "weft::ring_attention, which does not divide the heads (in strategies: "
+                    "context_attention='ring' or 'ring_ulysses').");
   if (num_ranks == 1) {
     return attention(query, key, value, full_size);
   }

@@ -30,6 +30,7 @@ def run_python(*arguments: str, timeout: float = 300) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.extended  # test_all_parts_but_the_build_pass_on_a_cpu has a short run of it
 def test_smoke_passes_on_a_cpu(tmp_path: Path) -> None:
     output = tmp_path / "smoke.json"
     run = run_python("-m", "gpu.smoke", "--device", "cpu", "--output", str(output))

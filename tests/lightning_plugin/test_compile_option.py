@@ -273,7 +273,7 @@ def test_models_without_blocks_raise_on_all_ranks(rank: int, world_size: int, tm
     set_torchrun_environment(rank, world_size)
     module = Model()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises(ValueError, match=r"got compile='blocks', and a Model has no repeated blocks.*; leave it out"):
+    with pytest.raises(ValueError, match=r"got compile='blocks', and 'Model' has no repeated blocks.*; leave it out"):
         trainer(world_size, _strategy("tp2", compile="blocks"), tmp_path).fit(module, loader())
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     plan = {"model.layers.*.feed_forward": {"style": "column_row_mlp", "offload": True}}

@@ -69,11 +69,17 @@ def parallelize_context(
         skeleton: of a module in pipeline stages: the copy with all stages, whose forward is recorded.
 
     Raises:
+        TypeError: `group` is not a process group.
         ValueError: `attention` has another value, the module has no embedding, or the group's ranks are not in
             ascending order, as "ring_ulysses" needs them.
     """
     if attention not in ORDERS:
         raise ValueError(f"parallelize_context got attention={attention!r}; pass 'ring', 'ulysses' or 'ring_ulysses'.")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"parallelize_context got a group of type {type(group).__name__}; pass a ProcessGroup, such as "
+            "mesh.get_group()."
+        )
     if group.size() == 1:
         return
     modules = [module] if skeleton is None else [module, skeleton]

@@ -199,12 +199,13 @@ void check_options(ScheduleKind kind, const GenerateOptions& options) {
     return;
   }
   const std::string got = std::to_string(options.stages_per_rank);
-  throw std::invalid_argument(
-      "schedule " + detail::quote(to_string(kind)) +
-      (is_v_shaped(kind)
-           ? " has two stages on each rank and got " + got +
-                 "; cut the model into two stages for each rank, or use '1f1b' or 'interleaved'"
-           : " has one stage on each rank and got " + got + "; use 'interleaved' or 'looped_bfs'"));
+  throw std::invalid_argument("schedule " + detail::quote(to_string(kind)) +
+                              (is_v_shaped(kind) ? " has two stages on each rank and got " + got +
+                                                       "; cut the model into two stages for each "
+                                                       "rank (stages_per_rank=2), or use '1f1b' or "
+                                                       "'interleaved'"
+                                                 : " has one stage on each rank and got " + got +
+                                                       "; use 'interleaved' or 'looped_bfs'"));
 }
 
 }  // namespace

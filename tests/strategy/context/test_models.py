@@ -393,6 +393,8 @@ def test_errors() -> None:
     group = dist.group.WORLD
     with pytest.raises(ValueError, match=r"got attention='rings'; pass 'ring', 'ulysses' or 'ring_ulysses'"):
         parallelize_context(Llama(LlamaArgs()), group, attention="rings")
+    with pytest.raises(TypeError, match=r"got a group of type str; pass a ProcessGroup, such as mesh.get_group\(\)"):
+        parallelize_context(Llama(LlamaArgs()), group.group_name)
     with pytest.raises(ValueError, match=r"got a Linear without an nn.Embedding"):
         parallelize_context(nn.Linear(2, 2), group)
     reverse = dist.new_group([0, 1])

@@ -87,7 +87,8 @@ TEST(Generate, RejectsNumbersThatMakeNoSchedule) {
   for (const int64_t v : {1, 3}) {
     EXPECT_EQ(error_of([&] { make(ScheduleKind::kVHalf, 2, 2, v); }),
               "schedule 'v_half' has two stages on each rank and got " + std::to_string(v) +
-                  "; cut the model into two stages for each rank, or use '1f1b' or 'interleaved'");
+                  "; cut the model into two stages for each rank (stages_per_rank=2), or use "
+                  "'1f1b' or 'interleaved'");
   }
 }
 
