@@ -10,5 +10,8 @@ import pytest
 
 def extended_unless(is_kept: Callable[..., bool], cases: Iterable[Any]) -> list[Any]:
     """Mark the cases, tuples or single values, for which `is_kept(*case)` is false as `extended`."""
-    tuples = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [case if is_kept(*case) else pytest.param(*case, marks=pytest.mark.extended) for case in tuples]
+    found: list[Any] = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        found.append(case if is_kept(*values) else pytest.param(*values, marks=pytest.mark.extended))
+    return found
