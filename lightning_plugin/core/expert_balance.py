@@ -22,7 +22,7 @@ class BalanceMixin(CountingMixin):
     `rate`, and that of each expert that got fewer increases by `rate`. Biases have a part in the choice of experts, and
     none in their weights. They are buffers named "e_score_correction_bias", as in DeepSeek-V3 and GLM-4.5 of
     transformers, in a module beside the experts or in the module that holds both. The tokens of all ranks count; each
-    step runs one all-reduce for each layer.
+    step runs one all-reduce for each layer, and another one with sequence parallelism.
 
     DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.1.2, from Wang et al., "Auxiliary-Loss-Free Load
     Balancing Strategy for Mixture-of-Experts" (2024).
@@ -68,6 +68,8 @@ class BalanceMixin(CountingMixin):
             counts = self.counts.of[name]
             if dist.is_available() and dist.is_initialized():
                 dist.all_reduce(counts, group=group)
+                if name in self.counts.sharded and isinstance(strategy, StrategyMixin):
+                    dist.all_reduce(counts, group=strategy.tensor_parallel_group)
             # In whole numbers: the mean of the counts need not be one.
             bias.add_(torch.sign(counts.sum() - counts * counts.numel()).to(bias.dtype), alpha=self._rate)
         self.counts.restart()

@@ -12,19 +12,23 @@ from torch import Tensor
 class ExpertCounts:
     """The tokens of each expert, by the name of the module that holds the experts, on this rank.
 
-    The ranks of a tensor-parallel group count the same tokens. Forwards outside of `begin_batch` and `end_batch`, such
+    The ranks of a tensor-parallel group count the same tokens, except in `sharded`, the names of modules whose tokens
+    sequence parallelism shards over these ranks. Forwards outside of `begin_batch` and `end_batch`, such
     as those of a validation, do not count, nor do recomputations in a backward.
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
-        from weft.strategy.experts import find_experts, num_experts_of
+        from weft.strategy.experts import find_experts, has_own_tokens, num_experts_of
 
         self.of: dict[str, Tensor] = {}
+        self.sharded: set[str] = set()
         self._handles: list[Any] = []
         self._is_batch = False
         for name, layout in find_experts(module).items():
             experts = module.get_submodule(name)
             self.of[name] = torch.zeros(num_experts_of(experts, layout), dtype=torch.int64, device=device)
+            if has_own_tokens(experts):
+                self.sharded.add(name)
             count = functools.partial(self._count, name)
             self._handles.append(experts.register_forward_pre_hook(count, with_kwargs=True))
 

@@ -66,9 +66,12 @@ class ExpertMixin(CountingMixin):
         if self.counts is None:
             return
         strategy = trainer.strategy
-        # The ranks of a tensor-parallel group count the same tokens.
+        # The ranks of a tensor-parallel group count the same tokens, or shards of them.
         counts_here = not isinstance(strategy, StrategyMixin) or strategy.tensor_parallel_group.rank() == 0
-        mine = {n: counts.tolist() if counts_here else [0] * counts.numel() for n, counts in self.counts.of.items()}
+        mine = {
+            name: counts.tolist() if counts_here or name in self.counts.sharded else [0] * counts.numel()
+            for name, counts in self.counts.of.items()
+        }
         tables: list[Any] = [mine]
         if dist.is_available() and dist.is_initialized():
             tables = [None] * dist.get_world_size()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.strategy._plan import shard_range
 from weft.strategy.deferred import check_written, materialize, materialize_buffers
-from weft.strategy.experts.layer import ExpertsState
+from weft.strategy.experts.layer import ExpertsState, route_own_tokens
 from weft.strategy.experts.list_sharding import shard_list
 from weft.strategy.experts.recognition import layout_of, num_experts_of
 from weft.strategy.modules.activation_checkpointing import CheckpointedModule, WrappedForward, checkpoint_activations
@@ -298,6 +298,8 @@ def _set_parallel_classes(
     scopes = {id(model.get_submodule(name)): Scope() for name in containers}
     changed = {*roles, *local_attributes, *dropout_inputs, *has_own_precision, *scopes}
     group_name = group_name_of(mesh)
+    for module in (each for each in model.modules() if id(each) in roles):
+        route_own_tokens(module)  # of experts that are sharded over the axis expert_parallel already
     for module in reversed(list(model.modules())):  # children first: a fused MLP records its children's classes
         assignment = by_module.get(id(module), Assignment(""))
         if state_of(module) is not None or (
@@ -329,7 +331,7 @@ def _set_parallel_classes(
             precision=getattr(torch, precisions[id(module)]) if precisions[id(module)] else None,
             local_attributes=local_attributes.get(id(module), ()),
             dropout_inputs=dropout_inputs.get(id(module), ()),
-            experts=_experts_state(module, mesh, assignment.style),
+            experts=_experts_state(module, mesh, assignment.style, is_own=id(module) in roles),
             scope=scopes.get(id(container)),
             own_scope=scopes.get(id(module)),
         )
@@ -358,12 +360,14 @@ def _shard_lists(model: nn.Module, mesh: DeviceMesh, assignments: Assignments, k
     return bool(lists)
 
 
-def _experts_state(module: nn.Module, mesh: DeviceMesh, style: str) -> ExpertsState | None:
+def _experts_state(module: nn.Module, mesh: DeviceMesh, style: str, is_own: bool) -> ExpertsState | None:
+    """Return the state of a module with the style experts. `is_own`: each rank has a shard of the tokens."""
     layout = layout_of(module) if style == "experts" else None
     if layout is None:
         return None
     group_name, num_experts = group_name_of(mesh), num_experts_of(module, layout)
-    return ExpertsState(type(module), layout, mesh, group_name, group_name, num_data=1, num_experts=num_experts)
+    tensor_group = "" if is_own else group_name
+    return ExpertsState(type(module), layout, mesh, group_name, tensor_group, num_data=1, num_experts=num_experts)
 
 
 def _vocab_start(module: nn.Module, mesh: DeviceMesh, style: str) -> int:

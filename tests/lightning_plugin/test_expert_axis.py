@@ -126,6 +126,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "steps in the backward": ({"optimizer_in_backward": True}, {}),
     "accumulation": ({}, {"accumulate_grad_batches": 2}),
     "not fused": ({"fused_optimizers": False}, {}),
+    "sharded sequences": ({"sequence_parallel": True, "activation_checkpointing": "full"}, {}),
 }
 
 
@@ -139,9 +140,32 @@ def on_one_device(folder: str, family: str) -> dict[str, Any]:
 def test_training_matches_one_device(
     tmp_path_factory: pytest.TempPathFactory, layout: str, stage: int, family: str
 ) -> None:
+    assert_matches_one_device(str(tmp_path_factory.getbasetemp()), layout, stage, family)
+
+
+SEQUENCES = [("tp2", 0, "deepseek_v3"), ("dp2,ep2,tp2", 3, "mixtral")]
+MORE_SEQUENCES = [
+    *(("tp2", 0, family) for family in EXPERT_CONFIGS if family != "deepseek_v3"),
+    *(("dp2,ep2,tp2", stage, "deepseek_v3") for stage in (0, 3)),
+    *(("dp2,ep2,tp2", 1, "mixtral"), ("dp2,tp2", 3, "mixtral"), ("pp2,tp2", 0, "mixtral")),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "family"),
+    extended_unless(lambda *case: case in SEQUENCES, [*SEQUENCES, *MORE_SEQUENCES]),
+)
+def test_training_with_sharded_sequences_matches_one_device(
+    tmp_path_factory: pytest.TempPathFactory, layout: str, stage: int, family: str
+) -> None:
+    """The ranks have different numbers of tokens: 9 are not divisible by 2."""
     folder = str(tmp_path_factory.getbasetemp())
+    assert_matches_one_device(folder, layout, stage, family, sequence_parallel=True)
+
+
+def assert_matches_one_device(folder: str, layout: str, stage: int, family: str, **options: Any) -> None:
     expected = on_one_device(folder, family)
-    arguments = {"folder": folder, "layout": layout, "stage": stage, "family": family}
+    arguments = {"folder": folder, "layout": layout, "stage": stage, "family": family, **options}
     for found in run_on_ranks(LAYOUTS[layout][0], fit, **arguments):
         torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-10, atol=0)
         torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-9, atol=0)
@@ -304,12 +328,15 @@ def test_memory_of_experts_is_proportional_to_their_ranks(tmp_path: Path) -> Non
             assert found["moments"] * stepped == full["moments"], layout
 
 
-def balanced(rank: int, world_size: int, folder: str, layout: str, **settings: Any) -> dict[str, Tensor]:
+def balanced(
+    rank: int, world_size: int, folder: str, layout: str, sequence_parallel: bool = False, **settings: Any
+) -> dict[str, Tensor]:
     """Train DeepSeek-V3 with biases of its router that balance it; return them."""
     set_torchrun_environment(rank, world_size)
     module = Tokens("deepseek_v3", clips=False)
     callbacks = [ExpertBalance(rate=0.25)]
-    run = trainer(world_size, strategy_of(layout, 0), folder, callbacks=callbacks, limit_train_batches=3, **settings)
+    strategy = strategy_of(layout, 0, sequence_parallel=sequence_parallel)
+    run = trainer(world_size, strategy, folder, callbacks=callbacks, limit_train_batches=3, **settings)
     run.fit(module, loader(data_rank_of(rank, layout), LAYOUTS[layout][1]))
     return {name: each.clone() for name, each in module.named_buffers() if name.endswith("correction_bias")}
 
@@ -320,8 +347,9 @@ def test_biases_balance_experts(tmp_path: Path) -> None:
     assert set((expected[name] / 0.25).abs().tolist()) <= {1.0, 3.0} and expected[name].any()
     [twice] = run_on_ranks(1, balanced, folder=str(tmp_path), layout="tp1", accumulate_grad_batches=2)
     assert (twice[name].abs() <= 0.5).all()  # two optimizer steps
-    for layout in ("dp2,ep2", "tp2", "cp2,ep2"):
-        for found in run_on_ranks(LAYOUTS[layout][0], balanced, folder=str(tmp_path), layout=layout):
+    for layout, is_sharded in (("dp2,ep2", False), ("tp2", False), ("tp2", True), ("cp2,ep2", False)):
+        case: dict[str, Any] = {"layout": layout, "sequence_parallel": is_sharded}
+        for found in run_on_ranks(LAYOUTS[layout][0], balanced, folder=str(tmp_path), **case):
             torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
 
 

@@ -5,6 +5,7 @@ send each token to the ranks of its experts and back, by the operators of `weft.
 """
 
 from weft.strategy.experts.entry import parallelize_experts
+from weft.strategy.experts.layer import has_own_tokens
 from weft.strategy.experts.lists import find_expert_lists
 from weft.strategy.experts.recognition import ExpertsLayout, find_experts, num_experts_of
 from weft.strategy.experts.shards import EXPERT_AXIS, is_expert
@@ -14,6 +15,7 @@ __all__ = [
     "ExpertsLayout",
     "find_expert_lists",
     "find_experts",
+    "has_own_tokens",
     "is_expert",
     "num_experts_of",
     "parallelize_experts",

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.strategy.experts.recognition import ExpertsLayout
 from weft.strategy.sharding.local_tensor import local_of
-from weft.strategy.sharding.state import cached
+from weft.strategy.sharding.state import cached, state_of
 
 _KEY = "_weft_experts"
 
@@ -33,7 +33,7 @@ class ExpertsState:
     mesh: the mesh of its parameters, of one axis.
     expert_group: the c10d name of the group over whose ranks the experts are sharded.
     tensor_group: the ranks of it that have the same tokens, of which each sends its part; "": all have different ones.
-    num_data: the ranks of it that have different data.
+    num_data: the ranks of it that have different data; shards of one sequence are the same data.
     """
 
     original_class: type[nn.Module]
@@ -152,6 +152,20 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 def state_of_experts(module: nn.Module) -> ExpertsState | None:
     """Return the state of a module whose experts are sharded; None for any other module."""
     return module.__dict__.get(_KEY)
+
+
+def has_own_tokens(module: nn.Module) -> bool:
+    """Return whether each rank over which a module's experts are sharded routes tokens of its own."""
+    parallel = state_of(module)
+    state = state_of_experts(module) or (None if parallel is None else parallel.experts)
+    return state is not None and not state.tensor_group
+
+
+def route_own_tokens(module: nn.Module) -> None:
+    """Let the ranks of a tensor-parallel group, whose experts are sharded, have shards of a sequence."""
+    state = state_of_experts(module)
+    if state is not None:
+        set_state_of_experts(module, dataclasses.replace(state, tensor_group=""))
 
 
 def set_state_of_experts(module: nn.Module, state: ExpertsState) -> None:

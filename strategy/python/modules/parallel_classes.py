@@ -366,7 +366,7 @@ def parallel_class(
         forward = types.FunctionType(styled.__code__, styled.__globals__, styled.__name__)
         namespace["forward"] = functools.update_wrapper(forward, cls.forward)  # keeps the signature
     elif cls.forward is not nn.Module.forward:
-        forward_of = _sequence_forward_of if sequence_kind in ("block", "gathers") else _plain_forward_of
+        forward_of = _sequence_forward_of if sequence_kind in ("block", "gathers", "whole") else _plain_forward_of
         namespace["forward"] = forward_of(cls, has_local_attributes)
     if is_scope and "forward" in namespace and style != "column_row_mlp":  # a fused MLP's operator calls no layers
         namespace["forward"] = with_scope(namespace["forward"])

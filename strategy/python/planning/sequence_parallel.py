@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
+from weft.strategy.planning.sequence_experts import check_experts, routers_of, sharded_experts
 from weft.strategy.recognition.adapters import collapsed, hidden_adapters
 from weft.strategy.recognition.assignments import AdaptedLayer, Assignment, Assignments, join, parent_name
 from weft.strategy.recognition.linears import COLUMN_STYLES, ROW_STYLES, features
@@ -40,13 +41,14 @@ def _roles(model: nn.Module, assignments: Assignments, group_name: str) -> dict[
     for blocks in _runs(stage_of, assignments):
         region = Region(group_name)
         block_roles: dict[int, SequenceRole] = {}
+        has_experts = any(sharded_experts(model, assignments.styles, block) for block in blocks)
         for i, block in enumerate(blocks):
             _assign_block_roles(block_roles, model, assignments, block, region)
             # Values cross the boundary between two stages with all tokens, as in the recorded forward.
             is_first = i == 0 or stage_of[blocks[i - 1]] != stage_of[block]
             is_last = block == blocks[-1] or stage_of[blocks[i + 1]] != stage_of[block]
             dim = _features_into(model, assignments, block)
-            role = SequenceRole(region, "block", dim, is_first_block=is_first, is_last_block=is_last)
+            role = SequenceRole(region, "block", dim, is_first, is_last, has_experts)
             block_roles[id(model.get_submodule(block))] = role
         _check_in_one_run(block_roles.keys() & roles.keys(), model)
         roles |= block_roles
@@ -210,6 +212,7 @@ def _features_into(model: nn.Module, assignments: Assignments, name: str) -> int
 def _assign_block_roles(
     roles: dict[int, SequenceRole], model: nn.Module, assignments: Assignments, block: str, region: Region
 ) -> None:
+    check_experts(model, block, region.group_name)
     styles = _inside(assignments, block)
     gathering = {
         parent_name(name) for name, a in styles.items() if a.style in _SHARDED_BY_FEATURES and a.fused_into is None
@@ -222,16 +225,34 @@ def _assign_block_roles(
                 f"sequence_parallel=True: '{container}' has layers that the plan shards, but is not a module inside a "
                 "block that holds column layers and their row layer; leave sequence parallelism out."
             )
+    whole = {name for name in gathering if _needs_whole(model, styles, name)}
+    in_whole = tuple(f"{name}." for name in whole)
     for name in (*gathering, *fused):
-        kind = "gathers" if name in gathering else "fused"
-        roles[id(model.get_submodule(name))] = SequenceRole(region, kind, _features_into(model, assignments, name))
+        if not name.startswith(in_whole):
+            kind = "fused" if name in fused else "whole" if name in whole else "gathers"
+            roles[id(model.get_submodule(name))] = SequenceRole(region, kind, _features_into(model, assignments, name))
     for name, a in styles.items():
-        if a.style in _SHARDED_BY_FEATURES:
+        if a.style in _SHARDED_BY_FEATURES and not name.startswith(in_whole):
             roles[id(model.get_submodule(name))] = SequenceRole(
                 region, "inside" if a.style in COLUMN_STYLES else "scatters"
             )
-    named = {name for name, a in styles.items() if a.style == "sequence_parallel"}
-    _assign_other_roles(roles, model.get_submodule(block), block, {*gathering, *fused}, named, region)
+    containers = {*gathering, *fused}
+    experts = {n for n in sharded_experts(model, styles, block) if not n.startswith(tuple(f"{c}." for c in containers))}
+    roles |= {id(model.get_submodule(name)): SequenceRole(region, "experts") for name in experts}
+    named = {name for name, a in styles.items() if a.style == "sequence_parallel"} | routers_of(model, experts)
+    _assign_other_roles(roles, model.get_submodule(block), block, {*containers, *experts}, named, region)
+
+
+def _needs_whole(model: nn.Module, styles: Mapping[str, Assignment], container: str) -> bool:
+    """Return whether a module computes by more than column layers of its input and their row layer.
+
+    It may have linear layers that the plan leaves replicated, as in an attention with latent keys and values, or
+    experts. Parts of their gradients are then full on each rank, so that a reduce-scatter would sum them wrongly.
+    """
+    inside = [name for name, _ in model.get_submodule(container).named_modules(prefix=container)]
+    linears = [name for name in inside if isinstance(model.get_submodule(name), nn.Linear)]
+    is_replicated = any(name not in styles or styles[name].style == "replicate" for name in linears)
+    return is_replicated or len(sharded_experts(model, styles, container)) > 0
 
 
 def _assign_other_roles(

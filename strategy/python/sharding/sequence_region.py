@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,9 +57,25 @@ class Region:
         """Return all tokens on every rank, for replicated computation; the backward takes this rank's shard."""
         return torch.ops.weft.gather_from_group(x, x.dim() - 2, self.group_name, dim_size=self.full_length)
 
+    def scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's shard of all tokens that `exit` has returned; the backward all-gathers the gradient."""
+        return torch.ops.weft.scatter_to_group(x, x.dim() - 2, self.group_name)
+
     def gather(self, x: Tensor) -> Tensor:
         """Return all tokens, for layers sharded by features; the backward reduce-scatters the gradient."""
         return torch.ops.weft.gather_from_sequence(x, x.dim() - 2, self.group_name, dim_size=self.full_length)
+
+
+def check_logits_not_recorded() -> None:
+    """Raise ValueError if Transformers records router logits, which would be those of this rank's tokens only."""
+    if torch.compiler.is_compiling():
+        return
+    collector: Any = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    if collector is not None and "router_logits" in (collector.get() or {}):
+        raise ValueError(
+            "sequence_parallel=True: got output_router_logits=True for a model whose routers have a shard of the "
+            "tokens on each rank, but its auxiliary loss expects the logits of all tokens; leave one of them out."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +84,13 @@ class SequenceRole:
 
     kind: "block": an entry of the list; "gathers": its input is gathered for the layers inside; "inside": a column
     layer in a module that "gathers"; "scatters": a row layer in such a module, which reduce-scatters its output;
-    "fused": an MLP whose operator gathers and reduce-scatters; "sharded": computes on this rank's tokens; "dropout": an
-    nn.Dropout on this rank's tokens.
-    features: the size of the last dim of the input tokens, by which a "block" and a module that "gathers" tell tokens
-    from masks and tables.
+    "fused": an MLP whose operator gathers and reduce-scatters; "whole": computes on all tokens as without sequence
+    parallelism, between an all-gather and a scatter; "experts": dispatches this rank's tokens to experts; "sharded":
+    computes on this rank's tokens; "dropout": an nn.Dropout on this rank's tokens.
+    features: the size of the last dim of the input tokens, by which a "block" and a module that "gathers" or is "whole"
+    tell tokens from masks and tables.
     is_first_block, is_last_block: whether a block is the first, or the last, of the region on its pipeline stage.
+    has_experts: whether routers in the blocks of the region choose experts for this rank's tokens.
     """
 
     region: Region
@@ -79,6 +98,7 @@ class SequenceRole:
     features: int = 0
     is_first_block: bool = False
     is_last_block: bool = False
+    has_experts: bool = False
 
     @property
     def needs_gradient_sum(self) -> bool:
@@ -88,15 +108,20 @@ class SequenceRole:
     def prepare_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a forward's arguments, with the first tensor of tokens scattered or gathered.
 
-        The first block scatters, a module that "gathers" gathers, and for all others the arguments do not change. A
-        tensor is gathered only if it has as many tokens as this rank's shard, which distinguishes it from a mask.
+        The first block scatters, a module that "gathers" or is "whole" gathers, and for all others the arguments do not
+        change. A tensor is gathered only if it has as many tokens as this rank's shard, unlike a mask.
         """
+        if self.has_experts:
+            check_logits_not_recorded()
         if self.kind == "block" and not self.is_first_block:
             self._check_tokens(args, kwargs)
-        if not (self.is_first_block or self.kind == "gathers"):
+        gathers = self.kind in ("gathers", "whole")
+        if not (self.is_first_block or gathers):
             return args, kwargs
-        change = self.region.enter if self.is_first_block else self.region.gather
-        if self.kind == "gathers":
+        change = self.region.gather if self.kind == "gathers" else self.region.exit
+        if self.is_first_block:
+            change = self.region.enter
+        if gathers:
             self._check_single_input(args, kwargs)
         for position, value in enumerate(args):
             if self._is_activation(value):
@@ -136,9 +161,10 @@ class SequenceRole:
         return has_tokens and value.shape[-1] == self.features
 
     def finish_output(self, output: Any) -> Any:
-        """Return a forward's result; if the module is the last block, all-gather it, or the first item of a tuple."""
-        if not self.is_last_block:
+        """Return a forward's result, or that of the first item of a tuple: the last block gathers, "whole" scatters."""
+        if not self.is_last_block and self.kind != "whole":
             return output
+        change = self.region.scatter if self.kind == "whole" else self.region.exit
         if isinstance(output, tuple):
-            return (self.region.exit(output[0]), *output[1:])
-        return self.region.exit(output)
+            return (change(output[0]), *output[1:])
+        return change(output)
