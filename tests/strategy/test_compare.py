@@ -17,6 +17,7 @@ from support.hugging_face import language_model
 from support.models import FeedForward, Llama, LlamaArgs, token_batches
 from support.processes import run_process
 from support.ranks import on_ranks
+from support.warm_starts import SPAWN
 from weft.strategy import Comparison, compare
 from weft.strategy.comparison import training
 from weft.strategy.comparison.launch import encode_error, launch
@@ -347,7 +348,8 @@ def test_invalid_options_raise_before_ranks_start(options: dict[str, Any], text:
         compare(llama, tokens, **options)
 
 
-def test_slow_ranks_are_terminated() -> None:
+def test_slow_ranks_are_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.strategy.comparison.launch.START_METHOD", SPAWN)  # imports take seconds
     with pytest.raises(TimeoutError, match=r"1 ranks did not end within 0\.01 s"):
         launch(len, (), 1, 0.01)
 
