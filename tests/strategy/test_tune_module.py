@@ -158,7 +158,9 @@ class PlayedProcess:
 
     def run(self, request: Request, cluster: Cluster | None = None) -> list[Prediction]:
         PlayedProcess.num_runs += 1
-        stages, replicas, data, _, tensor = request.sizes
+        sizes = request.sizes
+        stages, replicas = sizes.pipeline_parallel, sizes.data_replicate
+        data, tensor = sizes.data_parallel, sizes.tensor_parallel
         num_rows, batches = 4 if request.num_rows is None else request.num_rows, request.accumulate_grad_batches
         if num_rows == self.impossible_rows:
             raise RuntimeError("Expected more than 1 value per channel")
