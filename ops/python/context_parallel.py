@@ -109,7 +109,7 @@ def ulysses_attention(
     Raises:
         ValueError: as `ring_attention`, and if the ranks of `group_name` do not divide the number of query heads.
         TypeError: the tensors are no floating-point tensors of one dtype.
-        NotImplementedError: as `ring_attention`, for a ring.
+        NotImplementedError: with a ring: the tensors are on CUDA, and its backend is gloo, which does not send them.
 
     Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
     Models" (2023); with a ring, Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context

@@ -45,7 +45,10 @@ class _Tied(torch.autograd.Function):
 
 
 class _Effects:
-    """What a forward of a module may change besides its result; until `undo`, the module has copies of its buffers."""
+    """The state that a forward of a module may change: generators, buffers, attributes. `undo` restores it.
+
+    Until then, the module has copies of its buffers.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []

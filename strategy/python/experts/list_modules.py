@@ -26,7 +26,7 @@ from weft.strategy.sharding.state import cached
 
 
 class Calls:
-    """What happens to the calls of a list's experts: recorded, answered with results, or neither.
+    """Records the calls of a list's experts ("record"), or answers them with results ("answer"), by `mode`.
 
     inputs: (expert, tensor) of each call, in the order of the calls.
     """

@@ -22,7 +22,7 @@ from weft.strategy._plan import shard_range
 
 
 class Stacks(Protocol):
-    """What is used of `list_modules.StackedExperts`."""
+    """The members of `list_modules.StackedExperts` that this module uses."""
 
     names: list[str]
     _weft_experts: Any

@@ -52,9 +52,11 @@ def replicas_of(
     for idx, optimizer in enumerate(optimizers):
         suffix = f" (optimizer {idx})" if len(optimizers) > 1 else ""
         sharded = sharded_states_of(optimizer)
+        state_axes: frozenset[str] = frozenset()
+        if sharded is not None and names:
+            state_axes = _axes_of(mesh, sharded.group_of(next(iter(names))))  # the same for all of them
         for parameter, name in names.items():
             key = parameter if sharded is None else sharded.flat_shard_of(parameter)
-            state_axes = frozenset[str]() if sharded is None else _axes_of(mesh, sharded.group_of(parameter))
             if key is None or key not in optimizer.state:
                 continue
             for state_name, value in optimizer.state[key].items():
