@@ -8,6 +8,7 @@ the ranks. The candidates, sampled in turn in the same processes, several fresh 
 - linear, linear_loop (1 rank): one linear layer of each expert, by `weft.ops.grouped_linear` and by a Python loop over
   the experts whose results are concatenated;
 - layer: `weft.ops.moe_dispatch`, `grouped_linear`, `moe_combine`, on ranks over the backend weft;
+- halves (2 and more ranks): the same in two halves of the tokens, as sharded experts compute with WEFT_OVERLAP=always;
 - hugging_face (1 rank): the experts of transformers' Mixtral, with its own loop over the experts;
 - all_to_all (2 and more ranks): the same layer with `torch.distributed.all_to_all_single` over gloo, and a loop over
   the experts;
@@ -37,6 +38,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from weft.nn.shard import shard_range
 from weft.ops import grouped_linear, moe_combine, moe_dispatch, route
+from weft.strategy.experts.halves import exchange_in_halves
 
 REFERENCE = {"linear": "linear_loop", "layer": "hugging_face"}  # on one rank
 TOLERANCE = 1e-4
@@ -71,6 +73,15 @@ def _layer(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tenso
     gate, up = grouped_linear(rows, gate_up, counts).chunk(2, -1)
     rows = grouped_linear(F.silu(gate) * up, down, counts)
     return moe_combine(rows, weights, *routes, group_name=group)
+
+
+def _layer_in_halves(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, num_experts: int) -> Tensor:
+    def compute(rows: Tensor, counts: Tensor) -> Tensor:
+        gate, up = grouped_linear(rows, gate_up, counts).chunk(2, -1)
+        return grouped_linear(F.silu(gate) * up, down, counts)
+
+    group = dist.group.WORLD.group_name
+    return exchange_in_halves(compute, x, ids, weights, num_experts=num_experts, group_name=group)
 
 
 def _layer_of_all_to_alls(
@@ -151,6 +162,11 @@ def candidates(args: argparse.Namespace, num_tokens: int) -> tuple[dict[str, tup
         add("linear_loop", lambda x, weight: _linear_loop(x, weight, sizes), rows, full["gate_up"])
         add("hugging_face", hugging_face, *everything)
     else:
+        add(
+            "halves",
+            lambda x, weights, gate_up, down: _layer_in_halves(x, weights, own_ids, gate_up, down, args.experts),
+            *map(shard, everything),
+        )
         add(
             "all_to_all",
             lambda x, weights, gate_up, down: _layer_of_all_to_alls(

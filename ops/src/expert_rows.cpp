@@ -15,6 +15,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace weft::ops {
@@ -114,72 +115,116 @@ at::ScalarType sum_dtype(const at::Tensor& x) {
 
 }  // namespace
 
-std::pair<ExpertRoutes, at::Tensor> exchange_counts(std::string_view op,
-                                                    const at::Tensor& expert_ids,
-                                                    std::int64_t num_experts,
-                                                    const ProcessGroupPtr& group) {
+std::vector<CountedRoutes> exchange_counts(std::string_view op,
+                                           const std::vector<at::Tensor>& expert_ids,
+                                           std::int64_t num_experts,
+                                           const ProcessGroupPtr& group) {
   const auto group_rank = rank_in(group);
   const auto num_ranks = group_rank.num_ranks;
   const auto num_own = shard_size(num_experts, group_rank).expect_int();
   const auto max_own = max_shard_size(num_experts, num_ranks).expect_int();
-  const auto num_pairs = expert_ids.numel();
 
-  auto [ids, order] = expert_ids.flatten().to(at::kLong).sort(/*stable=*/true, 0, false);
-  // Each step is asynchronous on CUDA, unlike bincount.
-  const auto ends = at::searchsorted(ids,
-                                     at::arange(num_experts, ids.options()),
-                                     /*out_int32=*/false,
-                                     /*right=*/true);
-  const auto of_experts = at::diff(ends, 1, 0, at::zeros({1}, ends.options()));
-  const auto of_ranks = at::constant_pad_nd(of_experts, {0, num_ranks * max_own - num_experts})
-                            .view({num_ranks, max_own});
-  const auto bounds = num_pairs > 0 ? at::stack({ids.select(0, 0), ids.select(0, num_pairs - 1)})
-                                    : at::zeros({kNumBounds}, ids.options());
-  const auto message = at::cat({bounds.expand({num_ranks, kNumBounds}), of_ranks}, 1);
+  std::vector<CountedRoutes> result;
+  std::vector<at::Tensor> messages, num_sent;
+  for (const auto& ids_of_chunk : expert_ids) {
+    const auto num_pairs = ids_of_chunk.numel();
+    auto [ids, order] = ids_of_chunk.flatten().to(at::kLong).sort(/*stable=*/true, 0, false);
+    // Each step is asynchronous on CUDA, unlike bincount.
+    const auto ends = at::searchsorted(ids,
+                                       at::arange(num_experts, ids.options()),
+                                       /*out_int32=*/false,
+                                       /*right=*/true);
+    const auto of_experts = at::diff(ends, 1, 0, at::zeros({1}, ends.options()));
+    const auto of_ranks = at::constant_pad_nd(of_experts, {0, num_ranks * max_own - num_experts})
+                              .view({num_ranks, max_own});
+    const auto bounds = num_pairs > 0 ? at::stack({ids.select(0, 0), ids.select(0, num_pairs - 1)})
+                                      : at::zeros({kNumBounds}, ids.options());
+    messages.push_back(bounds.expand({num_ranks, kNumBounds}));
+    messages.push_back(of_ranks);
+    num_sent.push_back(of_ranks.sum(1, /*keepdim=*/true));
+    result.push_back({{std::move(order), {}, {}}, {}});
+  }
   const std::vector<std::int64_t> ones(static_cast<std::size_t>(num_ranks), 1);
-  const auto from_ranks = exchange_rows(op, message, ones, ones, group);
+  const auto from_ranks = exchange_rows(op, at::cat(messages, 1), ones, ones, group);
   if (is_dry_run()) {
-    auto [sent, received] = balanced_counts(num_pairs, num_experts, group_rank);
-    const auto counts = received.sum(0).to(expert_ids.device());
-    return {{order, sent, received}, counts};
-  }
-  const auto host = read(at::cat({from_ranks, of_ranks.sum(1, /*keepdim=*/true)}, 1));
-  check_bounds(op, host.narrow(1, 0, kNumBounds), num_experts);
-  // `received` stays in pinned memory.
-  auto received = at::empty({num_ranks, num_own}, cpu_counts().pinned_memory(expert_ids.is_cuda()));
-  received.copy_(host.narrow(1, kNumBounds, num_own));
-  const auto sent = host.select(1, kNumBounds + max_own).clone();
-  return {{order, sent, received}, from_ranks.narrow(1, kNumBounds, num_own).sum(0)};
-}
-
-at::Tensor send_to_experts(std::string_view op,
-                           at::Tensor rows,
-                           const ExpertRoutes& routes,
-                           const ProcessGroupPtr& group) {
-  if (!group) {
-    return rows;
-  }
-  const auto received = values_of(routes.received.sum(1));
-  const auto result = exchange_rows(op, std::move(rows), values_of(routes.sent), received, group);
-  if (is_transposed(routes.received)) {
+    for (std::size_t chunk = 0; chunk < result.size(); ++chunk) {
+      auto& [routes, counts] = result[chunk];
+      std::tie(routes.sent, routes.received) =
+          balanced_counts(expert_ids[chunk].numel(), num_experts, group_rank);
+      counts = routes.received.sum(0).to(expert_ids[chunk].device());
+    }
     return result;
   }
-  return result.index_select(0, transposed_order(routes.received, result.size(0), result));
+  num_sent.insert(num_sent.begin(), from_ranks);
+  const auto host = read(at::cat(num_sent, 1));
+  const auto width = kNumBounds + max_own;
+  for (std::size_t chunk = 0; chunk < result.size(); ++chunk) {
+    auto& [routes, counts] = result[chunk];
+    const auto begin = static_cast<std::int64_t>(chunk) * width;
+    check_bounds(op, host.narrow(1, begin, kNumBounds), num_experts);
+    // `received` stays in pinned memory.
+    routes.received =
+        at::empty({num_ranks, num_own}, cpu_counts().pinned_memory(expert_ids[chunk].is_cuda()));
+    routes.received.copy_(host.narrow(1, begin + kNumBounds, num_own));
+    routes.sent = host.select(1, from_ranks.size(1) + static_cast<std::int64_t>(chunk)).clone();
+    counts = from_ranks.narrow(1, begin + kNumBounds, num_own).sum(0);
+  }
+  return result;
 }
 
-at::Tensor return_from_experts(std::string_view op,
-                               const at::Tensor& rows,
-                               const ExpertRoutes& routes,
-                               const ProcessGroupPtr& group) {
+at::Tensor PendingExpertRows::get() {
+  work_.wait();
+  auto rows = std::exchange(rows_, {});
+  return received_.defined() ? rows.index_select(0, transposed_order(received_, rows.size(0), rows))
+                             : rows;
+}
+
+PendingExpertRows start_to_experts(std::string_view op,
+                                   at::Tensor rows,
+                                   const ExpertRoutes& routes,
+                                   const ProcessGroupPtr& group,
+                                   bool overlaps) {
   if (!group) {
-    return rows;
+    return PendingExpertRows(std::move(rows));
+  }
+  const auto received = values_of(routes.received.sum(1));
+  auto [result, work] = start_to_exchange_rows(
+      op, std::move(rows), values_of(routes.sent), received, group, overlaps);
+  return {std::move(result),
+          std::move(work),
+          is_transposed(routes.received) ? at::Tensor() : routes.received};
+}
+
+PendingExpertRows start_from_experts(std::string_view op,
+                                     const at::Tensor& rows,
+                                     const ExpertRoutes& routes,
+                                     const ProcessGroupPtr& group,
+                                     bool overlaps) {
+  if (!group) {
+    return PendingExpertRows(rows);
   }
   auto by_rank =
       is_transposed(routes.received)
           ? rows
           : rows.index_select(0, transposed_order(routes.received.t(), rows.size(0), rows));
   const auto received = values_of(routes.received.sum(1));
-  return exchange_rows(op, std::move(by_rank), received, values_of(routes.sent), group);
+  auto [result, work] = start_to_exchange_rows(
+      op, std::move(by_rank), received, values_of(routes.sent), group, overlaps);
+  return {std::move(result), std::move(work)};
+}
+
+at::Tensor send_to_experts(std::string_view op,
+                           at::Tensor rows,
+                           const ExpertRoutes& routes,
+                           const ProcessGroupPtr& group) {
+  return start_to_experts(op, std::move(rows), routes, group, /*overlaps=*/false).get();
+}
+
+at::Tensor return_from_experts(std::string_view op,
+                               const at::Tensor& rows,
+                               const ExpertRoutes& routes,
+                               const ProcessGroupPtr& group) {
+  return start_from_experts(op, rows, routes, group, /*overlaps=*/false).get();
 }
 
 at::Tensor tokens_of_pairs(const at::Tensor& order, std::int64_t num_tokens) {

@@ -13,7 +13,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace weft::ops {
@@ -25,23 +27,58 @@ struct ExpertRoutes {
   at::Tensor received;  // [ranks, own experts] int64 on the CPU: the pairs from each rank
 };
 
-// Returns the routes and the number of rows of each of this rank's experts, [own experts]. One
-// all-to-all of counts; CUDA: waits for the device. In a dry run, all experts are chosen equally
-// often. Errors: IndexError on all ranks if an id of a rank is not from 0 to num_experts - 1.
-std::pair<ExpertRoutes, at::Tensor> exchange_counts(std::string_view op,
-                                                    const at::Tensor& expert_ids,
-                                                    std::int64_t num_experts,
-                                                    const ProcessGroupPtr& group);
+struct CountedRoutes {
+  ExpertRoutes routes;
+  at::Tensor counts;  // [own experts] int64: the number of rows of each of this rank's experts
+};
 
-// Sends `rows` [pairs, features], in the order of `routes`, to their experts; returns the rows of
-// this rank's experts. One all-to-all, after which `rows` are released. For a null group, returns
-// `rows`.
+// Returns the routes of each chunk of this rank's tokens, with the ids [tokens of the chunk, k];
+// all ranks have as many chunks. One all-to-all of counts; CUDA: waits for the device. In a dry
+// run, all experts are chosen equally often. Errors: IndexError on all ranks if an id of a rank is
+// not from 0 to num_experts - 1.
+std::vector<CountedRoutes> exchange_counts(std::string_view op,
+                                           const std::vector<at::Tensor>& expert_ids,
+                                           std::int64_t num_experts,
+                                           const ProcessGroupPtr& group);
+
+// Rows in flight, to the experts or back. Move-only.
+class PendingExpertRows {
+ public:
+  // Rows that are complete.
+  explicit PendingExpertRows(at::Tensor rows) : rows_(std::move(rows)) {}
+  PendingExpertRows(at::Tensor rows, PendingCollective work, at::Tensor received = {})
+      : rows_(std::move(rows)), work_(std::move(work)), received_(std::move(received)) {}
+
+  // Waits (CUDA: makes the current stream wait) and returns the rows. Call it once.
+  at::Tensor get();
+
+ private:
+  at::Tensor rows_;
+  PendingCollective work_;
+  at::Tensor received_;  // defined: the rows are sorted by the rows and columns of these counts
+};
+
+// Starts to send `rows` [pairs, features], in the order of `routes`, to their experts; the result
+// are the rows of this rank's experts. One all-to-all, after which `rows` are released. For a null
+// group, the result are `rows`. `overlaps`: see PendingCollective.
+PendingExpertRows start_to_experts(std::string_view op,
+                                   at::Tensor rows,
+                                   const ExpertRoutes& routes,
+                                   const ProcessGroupPtr& group,
+                                   bool overlaps);
+
+// The inverse of start_to_experts.
+PendingExpertRows start_from_experts(std::string_view op,
+                                     const at::Tensor& rows,
+                                     const ExpertRoutes& routes,
+                                     const ProcessGroupPtr& group,
+                                     bool overlaps);
+
+// Like start_to_experts and start_from_experts, and waits.
 at::Tensor send_to_experts(std::string_view op,
                            at::Tensor rows,
                            const ExpertRoutes& routes,
                            const ProcessGroupPtr& group);
-
-// The inverse of send_to_experts.
 at::Tensor return_from_experts(std::string_view op,
                                const at::Tensor& rows,
                                const ExpertRoutes& routes,

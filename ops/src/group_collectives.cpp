@@ -74,8 +74,9 @@ PendingCollective exchange_into(std::string_view op,
                                 at::Tensor result,
                                 at::Tensor input,
                                 std::vector<std::int64_t>& result_sizes,
-                                std::vector<std::int64_t>& input_sizes) {
-  return {op, "all-to-all", group, {result, input}, false, [&](bool async_op) {
+                                std::vector<std::int64_t>& input_sizes,
+                                bool overlaps = false) {
+  return {op, "all-to-all", group, {result, input}, overlaps, [&](bool async_op) {
             c10d::AllToAllOptions opts;
             opts.asyncOp = async_op;
             return group->alltoall_base(result, input, result_sizes, input_sizes, opts);
@@ -363,13 +364,15 @@ at::Tensor all_to_all(std::string_view op,
   return at::cat(shards, cat_idx).movedim(0, split_dim).contiguous();
 }
 
-at::Tensor exchange_rows(std::string_view op,
-                         at::Tensor rows,
-                         const std::vector<std::int64_t>& sent,
-                         const std::vector<std::int64_t>& received,
-                         const ProcessGroupPtr& group) {
+std::pair<at::Tensor, PendingCollective> start_to_exchange_rows(
+    std::string_view op,
+    at::Tensor rows,
+    const std::vector<std::int64_t>& sent,
+    const std::vector<std::int64_t>& received,
+    const ProcessGroupPtr& group,
+    bool overlaps) {
   if (!group) {
-    return rows;
+    return {std::move(rows), PendingCollective()};
   }
   const auto num_features = rows.size(1);
   const auto num_received = std::accumulate(received.begin(), received.end(), std::int64_t{0});
@@ -377,7 +380,7 @@ at::Tensor exchange_rows(std::string_view op,
   auto result = rows.is_floating_point() ? at::empty({num_received, num_features}, rows.options())
                                          : at::zeros({num_received, num_features}, rows.options());
   if (num_features == 0) {
-    return result;
+    return {std::move(result), PendingCollective()};
   }
   std::vector<std::int64_t> result_sizes, input_sizes;
   for (const auto num_rows : received) {
@@ -387,8 +390,20 @@ at::Tensor exchange_rows(std::string_view op,
     input_sizes.push_back(num_rows * num_features);
   }
   const auto input = rows.contiguous().view({-1});
-  exchange_into(op, group, result.view({-1}), input, result_sizes, input_sizes).wait();
-  return result;
+  auto work =
+      exchange_into(op, group, result.view({-1}), input, result_sizes, input_sizes, overlaps);
+  return {std::move(result), std::move(work)};
+}
+
+at::Tensor exchange_rows(std::string_view op,
+                         at::Tensor rows,
+                         const std::vector<std::int64_t>& sent,
+                         const std::vector<std::int64_t>& received,
+                         const ProcessGroupPtr& group) {
+  auto [result, work] =
+      start_to_exchange_rows(op, std::move(rows), sent, received, group, /*overlaps=*/false);
+  work.wait();
+  return std::move(result);
 }
 
 }  // namespace weft::ops

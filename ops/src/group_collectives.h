@@ -137,9 +137,18 @@ at::Tensor all_to_all(std::string_view op,
                       std::int64_t cat_size,
                       const ProcessGroupPtr& group);
 
-// Sends `sent[r]` of the rows [rows, features] to rank r, in order; returns the `received[r]` rows
-// of each rank r, in order. All ranks call it, also those without rows, unless there are no
-// features. A null group returns `rows`.
+// Starts to send `sent[r]` of the rows [rows, features] to rank r, in order, and to receive the
+// `received[r]` rows of each rank r, in order. All ranks call it, also those without rows, unless
+// there are no features. Wait for the second result before reading the first. For a null group,
+// the first result are `rows`.
+std::pair<at::Tensor, PendingCollective> start_to_exchange_rows(
+    std::string_view op,
+    at::Tensor rows,
+    const std::vector<std::int64_t>& sent,
+    const std::vector<std::int64_t>& received,
+    const ProcessGroupPtr& group,
+    bool overlaps);
+// Like start_to_exchange_rows, and waits.
 at::Tensor exchange_rows(std::string_view op,
                          at::Tensor rows,
                          const std::vector<std::int64_t>& sent,

@@ -71,7 +71,8 @@ Dispatched moe_dispatch_kernel(const at::Tensor& x,
                                std::int64_t num_experts,
                                std::string_view group_name) {
   const auto group = resolve_group(kDispatch, std::string(group_name));
-  const auto [routes, counts] = exchange_counts(kDispatch, expert_ids, num_experts, group);
+  const auto [routes, counts] =
+      exchange_counts(kDispatch, {expert_ids}, num_experts, group).front();
   auto own_rows = x.index_select(0, tokens_of_pairs(routes.order, x.size(0)));
   return {send_to_experts(kDispatch, std::move(own_rows), routes, group),
           counts,

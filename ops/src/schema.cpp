@@ -3,6 +3,8 @@
 // torch.export see each as one call. In the comments, [0] is an empty tensor in place of a result
 // that is absent or not wanted.
 
+#include "moe_in_flight.h"
+
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -173,6 +175,22 @@ TORCH_LIBRARY(weft, m) {
          "_moe_combine_backward(Tensor grad_y, Tensor weights, Tensor returned, Tensor order, "
          "Tensor sent, Tensor received, SymInt num_rows, str group_name, bool wants_rows, "
          "bool wants_weights) -> (Tensor, Tensor)");
+  // The parts of moe_dispatch and moe_combine for chunks of tokens whose rows are in flight at the
+  // same time: see moe_in_flight.cpp. (counts, order, sent, received) of each chunk:
+  define(m,
+         "_moe_routes(Tensor[] expert_ids, int num_experts, str group_name) -> "
+         "(Tensor[], Tensor[], Tensor[], Tensor[])");
+  m.class_<weft::ops::ExpertRowsInFlight>("ExpertRowsInFlight")
+      .def("wait", &weft::ops::ExpertRowsInFlight::wait);
+  define_effect(m,
+                "_moe_start_dispatch(Tensor x, Tensor order, Tensor? weights, Tensor sent, "
+                "Tensor received, str group_name) -> "
+                "__torch__.torch.classes.weft.ExpertRowsInFlight");
+  define_effect(m,
+                "_moe_start_return(Tensor rows, Tensor sent, Tensor received, str group_name) -> "
+                "__torch__.torch.classes.weft.ExpertRowsInFlight");
+  define(m, "_moe_sum(Tensor rows, Tensor order, int num_tokens, Tensor? weights) -> Tensor");
+  define(m, "_moe_weight_grad(Tensor grad_y, Tensor rows, Tensor order, Tensor weights) -> Tensor");
   // (losses, normalizers): see TokenLosses in cross_entropy_math.h.
   define(m,
          "_vocab_cross_entropy(Tensor logits, Tensor target, int vocab_start, str group_name, "

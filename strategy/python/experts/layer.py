@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from weft.strategy.experts.halves import exchange_in_halves, weights_for
+from weft.strategy.experts.halves_choice import computes_in_halves
 from weft.strategy.experts.recognition import ExpertsLayout
 from weft.strategy.sharding.local_tensor import local_of
 from weft.strategy.sharding.state import cached, state_of
@@ -80,8 +82,29 @@ def experts_forward(
     `parameter`: returns this rank's shard of a parameter by its name.
     """
     assert state.layout is not None
-    compute = functools.partial(_compute, module, state.layout, parameter)
-    return exchange_rows(state, compute, hidden_states, top_k_index, top_k_weights)
+    layout = state.layout
+
+    def run(in_halves: bool) -> None:
+        """Compute forward and backward of copies without a history; keep nothing."""
+        leaves: dict[str, Tensor] = {}
+
+        def leaf(name: str) -> Tensor | None:
+            value = parameter(name)
+            if value is not None and name not in leaves:
+                leaves[name] = value.detach().requires_grad_(value.requires_grad)
+            return leaves.get(name)
+
+        x, weights = (each.detach().requires_grad_(each.requires_grad) for each in (hidden_states, top_k_weights))
+        compute = functools.partial(_compute, module, layout, leaf)
+        result = exchange_rows(state, compute, x, top_k_index, weights, in_halves=in_halves)
+        inputs = [each for each in (x, weights, *leaves.values()) if each.requires_grad]
+        if inputs:
+            torch.autograd.grad(result, inputs, torch.ones_like(result))
+
+    kind = (state.expert_group, state.original_class, state.num_experts, hidden_states.size(-1), hidden_states.dtype)
+    in_halves = computes_in_halves(kind, state.expert_group, hidden_states, run)
+    compute = functools.partial(_compute, module, layout, parameter)
+    return exchange_rows(state, compute, hidden_states, top_k_index, top_k_weights, in_halves=in_halves)
 
 
 def exchange_rows(
@@ -90,28 +113,35 @@ def exchange_rows(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
+    *,
+    in_halves: bool = False,
 ) -> Tensor:
     """Return what `experts_forward` does, with the results of `compute`.
 
     `compute`: returns the results `[m, h]` of this rank's experts for rows `[m, h]`, sorted by expert, and the number
-    of rows of each expert.
+    of rows of each expert. `in_halves`: see `weft.strategy.experts.halves`.
     """
+
+    def scaled(rows: Tensor, counts: Tensor) -> Tensor:
+        if state.num_data == 1:
+            return compute(rows, counts)
+        results = compute(_ScaledGradient.apply(rows, float(state.num_data)), counts)
+        return _ScaledGradient.apply(results, 1.0 / state.num_data)  # type: ignore[no-any-return]
+
     inputs = [each.flatten(0, -2) for each in (hidden_states, top_k_index, top_k_weights)]
     num_tokens = inputs[0].size(0)
     if state.tensor_group:
         inputs = [torch.ops.weft.scatter_to_group(each, 0, state.tensor_group) for each in inputs]
-    tokens, expert_ids, weights = inputs
-    rows, counts, *routes = torch.ops.weft.moe_dispatch(
-        tokens, expert_ids, num_experts=state.num_experts, group_name=state.expert_group
-    )
-    if state.num_data > 1:
-        rows = _ScaledGradient.apply(rows, float(state.num_data))
-    results = compute(rows, counts)
-    if state.num_data > 1:
-        results = _ScaledGradient.apply(results, 1.0 / state.num_data)
-    if weights.dtype != torch.float32 or results.dtype == torch.float64:
-        weights = weights.to(results.dtype)
-    combined = torch.ops.weft.moe_combine(results, weights, *routes, group_name=state.expert_group)
+    if in_halves:
+        combined = exchange_in_halves(scaled, *inputs, num_experts=state.num_experts, group_name=state.expert_group)
+    else:
+        tokens, expert_ids, weights = inputs
+        rows, counts, *routes = torch.ops.weft.moe_dispatch(
+            tokens, expert_ids, num_experts=state.num_experts, group_name=state.expert_group
+        )
+        results = scaled(rows, counts)
+        weights = weights_for(results, weights)
+        combined = torch.ops.weft.moe_combine(results, weights, *routes, group_name=state.expert_group)
     if state.tensor_group:
         combined = torch.ops.weft.gather_from_group(combined, 0, state.tensor_group, dim_size=num_tokens)
     result: Tensor = combined.to(hidden_states.dtype)

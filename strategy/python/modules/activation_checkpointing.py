@@ -39,6 +39,7 @@ _SAVED_WEFT = (
     *("column_linear", "row_linear", "_column_row_mlp_saving", "vocab_parallel_embedding"),
     *("all_gather_linear", "linear_reduce_scatter", "sharded_linear", "_ring_attention"),
     *("grouped_linear", "_moe_dispatch", "_moe_combine"),
+    *("_moe_routes", "_moe_start_dispatch", "_moe_start_return", "_moe_sum"),
     *("_vocab_cross_entropy", "_linear_cross_entropy"),
     *("reduce_from_group", "gather_from_group", "gather_from_sequence", "reduce_scatter_to_sequence", "all_to_all"),
 )

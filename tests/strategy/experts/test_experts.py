@@ -12,11 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
+from ops.overlapping import overlapping
 from support.hugging_face import EXPERT_CONFIGS, VOCAB, language_model
 from support.ranks import on_ranks
 from weft import flight
+from weft.strategy import checkpoint_activations
+from weft.strategy.experts import halves_choice
 from weft.strategy.experts import find_experts, is_expert, parallelize_experts
 from weft.strategy.reports.summary import expert_lines, summary
 
@@ -209,6 +213,100 @@ def test_communication_of_a_layer(world_size: int) -> None:
         gathers = kind == "tp"
         assert forward == Counter({"all_to_all": 3, **({"all_gather": 1} if gathers else {})}), (kind, forward)
         assert backward == Counter({"all_to_all": 2, **({"all_gather": 2} if gathers else {})}), (kind, backward)
+
+
+# ---- halves of the tokens ----------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_halves_match_the_unsharded_experts(world_size: int, rank: int, family: str, checkpoint: str) -> None:
+    torch.manual_seed(0)
+    reference = language_model(family)
+    model = copy.deepcopy(reference)
+    parallelize_experts(model, expert_mesh(world_size))
+    checkpoint_activations(model, checkpoint)
+    ids = torch.randint(0, VOCAB, (world_size, 5))
+    with overlapping("always"):
+        logits, gradients = _outcome(model, ids[rank : rank + 1])
+    expected_logits, expected = _outcome(reference, ids)
+    torch.testing.assert_close(logits, expected_logits[rank : rank + 1], rtol=1e-10, atol=1e-12)
+    for name, gradient in expected.items():
+        mine = gradients[name.replace("._checkpoint_wrapped_module", "")]
+        if not name.startswith("model.layers") or "experts" not in name:
+            dist.all_reduce(mine := mine.clone())
+            mine /= world_size
+        torch.testing.assert_close(mine * world_size, gradient, rtol=1e-8, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@on_ranks(2)
+def test_halves_are_in_flight_while_the_others_compute(world_size: int) -> None:
+    torch.manual_seed(0)
+    model = language_model("mixtral")
+    parallelize_experts(model, expert_mesh(world_size))
+    experts: Any = experts_of(model)
+    tokens = torch.randn(6, 32, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(6, 2, dtype=torch.float64, requires_grad=True)
+    ids = torch.randint(0, 7, (6, 2))
+    results: list[Tensor] = []
+    with overlapping("always"):
+        assert _calls(lambda: results.append(experts(tokens, ids, weights))) == Counter({"all_to_all": 5})
+        assert _calls(lambda: results[0].sum().backward()) == Counter({"all_to_all": 4})
+        order = _order_of_operators(lambda: experts(tokens, ids, weights).sum().backward())
+    assert order == [
+        *("_moe_start_dispatch", "_moe_start_dispatch", "grouped_linear", "grouped_linear", "_moe_start_return"),
+        *("grouped_linear", "grouped_linear", "_moe_start_return"),  # the second half
+        *("_moe_start_dispatch", "_moe_start_dispatch", "_grouped_weight_grad", "_grouped_weight_grad"),
+        *("_moe_start_return", "_grouped_weight_grad", "_grouped_weight_grad", "_moe_start_return"),
+    ]
+
+
+def _order_of_operators(function: Any) -> list[str]:
+    """Return the operators of exchanges and products in the order of their calls."""
+    names: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func._schema.name.partition("::")[2]
+            if name.startswith("_moe_start") or name in ("grouped_linear", "_grouped_weight_grad"):
+                names.append(name)
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        function()
+    return names
+
+
+@on_ranks(2)
+def test_measurement_chooses_between_halves_and_all_tokens(
+    world_size: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank reports times of its own; the ranks choose the same. A recomputation does not measure."""
+    monkeypatch.setattr(halves_choice, "MEASURED_DEVICES", {"cpu"})
+    for ratio_of_last, expected in ((0.9, 8), (0.97, 6)):
+        torch.manual_seed(0)
+        model = language_model("mixtral")
+        parallelize_experts(model, expert_mesh(world_size))
+        checkpoint_activations(model, "full")
+        ids = torch.randint(0, VOCAB, (1, 5))
+        halves_choice.discard_choices()
+        with overlapping("auto"):
+            with torch.no_grad():
+                assert _calls(lambda m=model: m(ids))["all_to_all"] == 6  # three for each layer
+            runs = _calls(lambda m=model: m(ids).logits.sum().backward())
+            # Eight pairs of the first layer, and the two layers with their recomputation.
+            assert runs["all_to_all"] > 8 * (9 + 5) and runs["all_reduce"] == 1
+            ratio = ratio_of_last if rank == world_size - 1 else 0.5
+            monkeypatch.setattr(halves_choice, "_ratio", lambda *_, r=ratio: r)
+            halves_choice.discard_choices()
+            model(ids).logits.sum().backward()
+            with torch.no_grad():
+                num_calls = _calls(lambda m=model: m(ids))["all_to_all"]
+        assert num_calls == {8: 10, 6: 6}[expected]
+        monkeypatch.undo()
+        monkeypatch.setattr(halves_choice, "MEASURED_DEVICES", {"cpu"})
+    halves_choice.discard_choices()
 
 
 # ---- errors ------------------------------------------------------------------------------------------------
