@@ -75,7 +75,9 @@ def _layer(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tenso
     return moe_combine(rows, weights, *routes, group_name=group)
 
 
-def _layer_in_halves(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, num_experts: int) -> Tensor:
+def _layer_in_halves(
+    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, num_experts: int
+) -> Tensor:
     def compute(rows: Tensor, counts: Tensor) -> Tensor:
         gate, up = grouped_linear(rows, gate_up, counts).chunk(2, -1)
         return grouped_linear(F.silu(gate) * up, down, counts)

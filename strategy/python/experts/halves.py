@@ -159,10 +159,12 @@ def exchange_in_halves(
     """
     sizes = [x.size(0) - x.size(0) // 2, x.size(0) // 2]
     tokens_of_halves, ids_of_halves, weights_of_halves = (each.split(sizes) for each in (x, expert_ids, weights))
-    counts, orders, sent, received = _OPS._moe_routes(list(ids_of_halves), num_experts, group_name)
+    counts, *routes = _OPS._moe_routes(list(ids_of_halves), num_experts, group_name)
     halves = [
-        _Half(tokens_of_halves[i], weights_of_halves[i], counts[i], _Routes(orders[i], sent[i], received[i], group_name))
-        for i in range(2)
+        _Half(tokens, own_weights, own_counts, _Routes(order, sent, received, group_name))
+        for tokens, own_weights, own_counts, order, sent, received in zip(
+            tokens_of_halves, weights_of_halves, counts, *routes, strict=True
+        )
     ]
     for half in halves:
         half.start_dispatch()

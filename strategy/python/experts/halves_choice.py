@@ -29,9 +29,7 @@ _NUM_PAIRS = 7  # after a warm-up
 _CHOICES: dict[Hashable, bool] = {}
 
 
-def computes_in_halves(
-    kind: Hashable, group_name: str, tokens: Tensor, run: Callable[[bool], Any]
-) -> bool:
+def computes_in_halves(kind: Hashable, group_name: str, tokens: Tensor, run: Callable[[bool], Any]) -> bool:
     """Return whether a layer computes its tokens in two halves; may communicate over the group.
 
     `kind`: the key of a choice, the same on all ranks; `run` computes forward and backward, in halves or not.
@@ -62,7 +60,7 @@ def _ratio(run: Callable[[bool], Any], device: torch.device) -> float:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     # Neither an activation checkpoint nor an offload may record what the measurement saves.
     not_recorded = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with _disable_current_modes(), not_recorded:  # type: ignore[no-untyped-call]
+    with _disable_current_modes(), not_recorded:
         for repeat in range(_NUM_PAIRS + 1):
             for in_halves in (False, True) if repeat % 2 else (True, False):
                 _synchronize(device)
