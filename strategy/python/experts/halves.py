@@ -22,7 +22,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Flight:
-    """The rows of an exchange in flight, or the gradients of rows on their way back."""
+    """The rows of an exchange in flight, or the gradients of rows."""
 
     def __init__(self) -> None:
         self._pending: Any = None
