@@ -10,6 +10,7 @@ import torch
 from strategy.dry_run_models import MODELS, TextModel, measured, text_batch
 
 import weft_command
+from support.extended import extended_unless, selected
 from support.ranks import on_ranks
 from weft.strategy.dry_run import Request, estimate_module
 from weft.strategy.dry_run.entry import estimate_all
@@ -20,42 +21,61 @@ from weft.strategy.dry_run.staging import GroupStaging
 PEAK_BOUND = 0.02
 Phases = dict[str, dict[str, int]]
 TEXT, LLAMA, GPT2 = ["layers.2"], ["model.layers.2"], ["transformer.h.2"]
-CASES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
-    2: [
-        ("long text", "pp2", {"pipeline_cuts": ["layers.1"], "num_micro_batches": 8}),
-        ("text", "pp2", {"pipeline_cuts": ["layers.1", "layers.2", "norm"], "pipeline_schedule": "interleaved"}),
-        ("text", "pp2", {"pipeline_cuts": ["layers.1", "layers.2", "norm"], "pipeline_schedule": "zbv"}),
-        ("llama", "pp2", {"pipeline_cuts": LLAMA, "pipeline_schedule": "zero_bubble", "precision": "bf16-mixed"}),
-        ("llama", "pp2", {"pipeline_cuts": LLAMA, "pipeline_schedule": "gpipe", "activation_checkpointing": "full"}),
-        ("gpt2", "pp2", {"pipeline_cuts": GPT2, "precision": "bf16-true", "optimizer_in_backward": True}),
-        ("resnet18", "pp2", {"pipeline_cuts": ["layer3"]}),
-    ],
-    4: [
-        ("text", "pp2,tp2", {"pipeline_cuts": TEXT, "sequence_parallel": True}),
-        ("text", "pp2,dp2", {"pipeline_cuts": TEXT}),
-        ("gpt2", "pp2,dp2", {"pipeline_cuts": GPT2, "zero_stage": 0}),
-        ("long text", "pp4", {"pipeline_cuts": ["layers.1", "layers.2", "norm"]}),
-        ("text", "pp2,cp2", {"pipeline_cuts": TEXT}),
-    ],
+Case = tuple[str, str, dict[str, Any]]
+# "more": cases that combine options of the first ones.
+CASES: dict[str, dict[int, list[Case]]] = {
+    "first": {
+        2: [
+            ("long text", "pp2", {"pipeline_cuts": ["layers.1"], "num_micro_batches": 8}),
+            ("text", "pp2", {"pipeline_cuts": ["layers.1", "layers.2", "norm"], "pipeline_schedule": "zbv"}),
+            ("llama", "pp2", {"pipeline_cuts": LLAMA, "pipeline_schedule": "zero_bubble", "precision": "bf16-mixed"}),
+            ("gpt2", "pp2", {"pipeline_cuts": GPT2, "precision": "bf16-true", "optimizer_in_backward": True}),
+        ],
+        4: [
+            ("text", "pp2,tp2", {"pipeline_cuts": TEXT, "sequence_parallel": True}),
+            ("gpt2", "pp2,dp2", {"pipeline_cuts": GPT2, "zero_stage": 0}),
+            ("text", "pp2,cp2", {"pipeline_cuts": TEXT}),
+        ],
+    },
+    "more": {
+        2: [
+            ("text", "pp2", {"pipeline_cuts": ["layers.1", "layers.2", "norm"], "pipeline_schedule": "interleaved"}),
+            (
+                "llama",
+                "pp2",
+                {"pipeline_cuts": LLAMA, "pipeline_schedule": "gpipe", "activation_checkpointing": "full"},
+            ),
+            ("resnet18", "pp2", {"pipeline_cuts": ["layer3"]}),
+        ],
+        4: [
+            ("text", "pp2,dp2", {"pipeline_cuts": TEXT}),
+            ("long text", "pp4", {"pipeline_cuts": ["layers.1", "layers.2", "norm"]}),
+        ],
+    },
 }
+Predictions = dict[tuple[str, int], list[dict[int, Phases]]]
 
 
 @pytest.fixture(scope="module")
-def predictions() -> dict[int, list[dict[int, Phases]]]:
-    """Return the phases of each case by the rank, from dry runs in one process."""
-    cases = [case for group in CASES.values() for case in group]
-    found = iter(
-        estimate_all([Request(MODELS[name][0], layout, MODELS[name][1], **options) for name, layout, options in cases])
-    )
+def predictions(request: pytest.FixtureRequest) -> Predictions:
+    """Return the phases of each selected case by the rank, from dry runs in one process."""
+    groups = {(kind, size): cases for kind in selected(request, "kind") for size, cases in CASES[kind].items()}
+    requests = [
+        Request(MODELS[name][0], layout, MODELS[name][1], **options)
+        for cases in groups.values()
+        for name, layout, options in cases
+    ]
+    found = iter(estimate_all(requests))
     return {
-        num_ranks: [{each.rank: each.phases for each in next(found).ranks} for _ in group]
-        for num_ranks, group in CASES.items()
+        key: [{each.rank: each.phases for each in next(found).ranks} for _ in cases] for key, cases in groups.items()
     }
 
 
 @on_ranks(2, 4, timeout=400)
-def test_peaks_are_those_of_stages(rank: int, world_size: int, predictions: dict[int, list[dict[int, Phases]]]) -> None:
-    for (name, layout, options), predicted in zip(CASES[world_size], predictions[world_size], strict=True):
+@pytest.mark.parametrize("kind", extended_unless("first".__eq__, CASES))
+def test_peaks_are_those_of_stages(rank: int, world_size: int, kind: str, predictions: Predictions) -> None:
+    cases = CASES[kind][world_size]
+    for (name, layout, options), predicted in zip(cases, predictions[kind, world_size], strict=True):
         assert list(predicted) == list(range(0, world_size, 1 if layout == f"pp{world_size}" else 2))
         actual = measured(rank, world_size, name, layout, **options)
         if rank in predicted:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.extended import extended_unless, selected
 from support.hugging_face import language_model
 from weft.strategy.dry_run import Request
 from weft.strategy.dry_run.entry import DryRunEstimate, estimate_all
@@ -78,13 +79,14 @@ def tokens(num_sequences: int, num_tokens: int) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def dry_runs() -> list[DryRunEstimate]:
-    """Return the dry run of each case, from one process."""
-    requests = (
+def dry_runs(request: pytest.FixtureRequest) -> dict[int, DryRunEstimate]:
+    """Return the dry run of each selected case, from one process."""
+    chosen = selected(request, "idx")
+    requests = [
         Request(llama, layout, tokens(*sizes), num_steps=2, sequence_parallel=True, **options)
-        for layout, options, *sizes in CASES
-    )
-    return estimate_all(list(requests))
+        for layout, options, *sizes in (CASES[idx] for idx in chosen)
+    ]
+    return dict(zip(chosen, estimate_all(requests), strict=True))
 
 
 def _estimate(layout: str, sequences: int, tokens: int, **options: Any) -> Estimate:
@@ -97,8 +99,12 @@ def _estimate(layout: str, sequences: int, tokens: int, **options: Any) -> Estim
     return estimate_training(read_config(config, Path()))
 
 
-@pytest.mark.parametrize("idx", range(len(CASES)))
-def test_configuration_predicts_what_dry_runs_count(dry_runs: list[DryRunEstimate], idx: int) -> None:
+# The others combine options of these.
+KEPT = {0, 3, 4, 9, 11, 12, 15, 17, 18, 19, 20, 21, 22, 25, 27, 29, 30}
+
+
+@pytest.mark.parametrize("idx", extended_unless(KEPT.__contains__, range(len(CASES))))
+def test_configuration_predicts_what_dry_runs_count(dry_runs: dict[int, DryRunEstimate], idx: int) -> None:
     layout, options, *sizes = CASES[idx]
     options = {name: value for name, value in options.items() if name != "rank"}
     found = _estimate(layout, *sizes, sequence_parallel=True, **options)

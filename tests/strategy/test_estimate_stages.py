@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.extended import extended_unless, selected
 from support.hugging_face import language_model
 from weft.strategy import _plan
 from weft.strategy.dry_run import Request
@@ -73,13 +74,14 @@ def tokens() -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def dry_runs() -> list[DryRunEstimate]:
-    """Return the dry run of each case, from one process."""
-    requests = (
+def dry_runs(request: pytest.FixtureRequest) -> dict[int, DryRunEstimate]:
+    """Return the dry run of each selected case, from one process."""
+    chosen = selected(request, "idx")
+    requests = [
         Request(tied_llama if is_tied else llama, layout, tokens, num_steps=2, **options)
-        for is_tied, layout, options in ALL_CASES
-    )
-    return estimate_all(list(requests))
+        for is_tied, layout, options in (ALL_CASES[idx] for idx in chosen)
+    ]
+    return dict(zip(chosen, estimate_all(requests), strict=True))
 
 
 def _estimate(layout: str, options: dict[str, Any], is_tied: bool = False) -> Estimate:
@@ -89,8 +91,12 @@ def _estimate(layout: str, options: dict[str, Any], is_tied: bool = False) -> Es
     return estimate_training(read_config(config, Path()))
 
 
-@pytest.mark.parametrize("idx", range(len(ALL_CASES)))
-def test_configuration_predicts_what_dry_runs_count(dry_runs: list[DryRunEstimate], idx: int) -> None:
+# The others combine options of these.
+KEPT = {1, 3, 5, 6, 7, 9, 11, 12, 13, 14, 15, 18, 20, 21}
+
+
+@pytest.mark.parametrize("idx", extended_unless(KEPT.__contains__, range(len(ALL_CASES))))
+def test_configuration_predicts_what_dry_runs_count(dry_runs: dict[int, DryRunEstimate], idx: int) -> None:
     is_tied, layout, options = ALL_CASES[idx]
     found = _estimate(layout, options, is_tied)
     assert not found.note and sum(each.num_ranks for each in found.ranks) == _plan_size(layout)

@@ -15,3 +15,13 @@ def extended_unless(is_kept: Callable[..., bool], cases: Iterable[Any]) -> list[
         values = case if isinstance(case, tuple) else (case,)
         found.append(case if is_kept(*values) else pytest.param(*values, marks=pytest.mark.extended))
     return found
+
+
+def selected(request: pytest.FixtureRequest, argument: str) -> list[Any]:
+    """Return the values of a parametrized argument in the selected tests of the fixture's module.
+
+    A fixture that computes all cases at once leaves out those that no test asks for.
+    """
+    tests = [each for each in request.session.items if isinstance(each, pytest.Function)]
+    parameters = [each.callspec.params for each in tests if each.module is request.module and hasattr(each, "callspec")]
+    return list(dict.fromkeys(each[argument] for each in parameters if argument in each))
