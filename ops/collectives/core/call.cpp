@@ -147,4 +147,17 @@ CollectiveCall all_to_all_call(DType dtype,
           std::move(outputs)};
 }
 
+CollectiveCall sparse_all_reduce_call(const TensorFacts& facts,
+                                      int num_sparse_dims,
+                                      int64_t num_entries,
+                                      Input entries,
+                                      MakeOutputs make_outputs) {
+  SignatureHeader header = with_reduce_op(ReduceOp::kSum, header_of(Op::kSparseAllReduce, facts));
+  header.num_sparse_dims = num_sparse_dims;
+  header.num_elements = num_entries;
+  CollectiveCall call{header, {}, {}, {entries}, {}};
+  call.make_outputs = std::move(make_outputs);
+  return call;
+}
+
 }  // namespace weft::collectives

@@ -102,6 +102,7 @@ void Collective::compare(const SharedState& shared) {
     throw CollectiveMismatchError("at collective " + std::to_string(header().sequence) + ", " +
                                   *text);
   }
+  if (call_.make_outputs) call_.outputs = call_.make_outputs(num_elements_of(by_rank));
 }
 
 std::string mismatch_message(const std::string& group, const std::string& what) {

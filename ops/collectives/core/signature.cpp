@@ -23,8 +23,12 @@ void print_list(std::ostream& out, const List& list) {
   out << ']';
 }
 
+bool same_dims(const SignatureHeader& a, const SignatureHeader& b) {
+  return a.num_dims == b.num_dims && a.shape == b.shape;
+}
+
 bool same_shape(const SignatureHeader& a, const SignatureHeader& b) {
-  return a.num_elements == b.num_elements && a.num_dims == b.num_dims && a.shape == b.shape;
+  return a.num_elements == b.num_elements && same_dims(a, b);
 }
 
 // Compares the operations and their arguments, except for sizes.
@@ -53,6 +57,10 @@ bool calls_match(const std::vector<Signature>& by_rank) {
       case Op::kReduce:
       case Op::kBroadcast:
         if (!same_shape(first, signature.header)) return false;
+        break;
+      case Op::kSparseAllReduce:
+        if (!same_dims(first, signature.header)) return false;
+        if (first.num_sparse_dims != signature.header.num_sparse_dims) return false;
         break;
       case Op::kReduceScatter:
         if (!std::ranges::equal(signature.send_counts, by_rank.front().send_counts)) return false;
@@ -107,6 +115,10 @@ std::string describe(const Signature& signature) {
       text << header.num_elements << (header.num_elements == 1 ? " element" : " elements");
     }
   }
+  if (header.op == Op::kSparseAllReduce) {
+    field("") << header.num_sparse_dims << " sparse dim"
+              << (header.num_sparse_dims == 1 ? "" : "s");
+  }
   if (header.root >= 0) field("root ") << header.root;
   if (!signature.send_counts.empty()) {
     field("sends ");
@@ -144,6 +156,13 @@ std::optional<std::string> mismatch(const std::vector<Signature>& by_rank) {
   }
   if (calls.size() > kMaxListed) text << "; ...";
   return text.str();
+}
+
+std::vector<int64_t> num_elements_of(const std::vector<Signature>& by_rank) {
+  std::vector<int64_t> num_elements;
+  num_elements.reserve(by_rank.size());
+  for (const Signature& each : by_rank) num_elements.push_back(each.header.num_elements);
+  return num_elements;
 }
 
 }  // namespace weft::collectives

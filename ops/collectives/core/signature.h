@@ -29,7 +29,9 @@ struct SignatureHeader {
   int32_t root = -1;
   int32_t position = 0;  // of the tensor in a coalesced call, from 0
   int32_t num_coalesced = 1;
-  int64_t num_elements = 0;  // of the input tensor, or of all input tensors together
+  int32_t num_sparse_dims = 0;  // of a sparse tensor: its first dims
+  int64_t num_elements = 0;  // of the input tensor, or of all input tensors together; of a sparse
+                             // tensor: the number of its stored entries
   int64_t num_chunks = 1;    // that this rank needs; all ranks run the maximum
   std::array<int64_t, kMaxDims> shape{};
 };
@@ -57,6 +59,9 @@ std::string describe(const Signature& signature);
 //   all_gather, all_to_all         each rank receives the count that its peer sends to it
 //   gather                         the root receives the count that each rank sends
 //   scatter                        each rank receives the count that the root sends to it
+//   sparse_all_reduce              equal shapes and numbers of sparse dims
 std::optional<std::string> mismatch(const std::vector<Signature>& by_rank);
+
+std::vector<int64_t> num_elements_of(const std::vector<Signature>& by_rank);
 
 }  // namespace weft::collectives

@@ -20,15 +20,16 @@ constexpr std::array<DTypeFacts, 21> kDTypes{
      {"float8_e4m3fn", 1}, {"float8_e4m3fnuz", 1}, {"float8_e8m0fnu", 1},
      {"complex32", 4},     {"complex64", 8},       {"complex128", 16}}};
 
-constexpr std::array<std::string_view, 9> kOps{"all_reduce",
-                                               "reduce",
-                                               "reduce_scatter",
-                                               "all_gather",
-                                               "broadcast",
-                                               "gather",
-                                               "scatter",
-                                               "all_to_all",
-                                               "barrier"};
+constexpr std::array<std::string_view, 10> kOps{"all_reduce",
+                                                "reduce",
+                                                "reduce_scatter",
+                                                "all_gather",
+                                                "broadcast",
+                                                "gather",
+                                                "scatter",
+                                                "all_to_all",
+                                                "barrier",
+                                                "sparse_all_reduce"};
 
 constexpr std::array<std::string_view, 9> kReduceOps{
     "", "sum", "avg", "product", "min", "max", "band", "bor", "bxor"};

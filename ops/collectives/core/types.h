@@ -18,6 +18,7 @@ enum class Op : uint8_t {
   kScatter,
   kAllToAll,
   kBarrier,
+  kSparseAllReduce,
 };
 std::string_view name_of(Op op);
 

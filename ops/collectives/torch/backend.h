@@ -5,6 +5,7 @@
 #include "flight_log.h"
 #include "group.h"
 #include "messages.h"
+#include "sparse_sum.h"
 #include "tensors.h"
 
 #include <weft/ops/backend.h>
@@ -54,7 +55,11 @@ class WeftBackend final : public c10d::Backend {
   void shutdown() override;
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  // The only tensor may be a sparse COO tensor.
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    return allreduce(tensors, opts);
+  }
   WorkPtr allreduce_coalesced(Tensors& tensors,
                               const c10d::AllreduceCoalescedOptions& opts) override;
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
@@ -106,6 +111,7 @@ class WeftBackend final : public c10d::Backend {
     OperationPtr operation;
     std::shared_ptr<TensorPack> pack;
     SignatureHeader header{};  // of a collective
+    std::shared_ptr<SparseSum> sparse_sum{};
   };
   struct Call {
     c10d::OpType op_type;
@@ -143,6 +149,7 @@ class WeftBackend final : public c10d::Backend {
   Step all_reduce_step(const at::Tensor& tensor,
                        const c10d::ReduceOp& op,
                        CoalescedPosition position = {0, 1}) const;
+  WorkPtr sparse_all_reduce(const at::Tensor& tensor, const c10d::AllreduceOptions& opts);
   Step all_gather_step(const at::Tensor& input,
                        const Tensors& outputs,
                        CoalescedPosition position = {0, 1}) const;

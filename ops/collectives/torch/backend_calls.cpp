@@ -74,8 +74,11 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
                                                   log_id);
   work->delay(delay);
   for (const Step& step : steps) {
-    step.operation->on_done = [pack = step.pack](const std::exception_ptr& error) {
-      if (error == nullptr && pack) pack->copy_back();
+    step.operation->on_done = [pack = step.pack,
+                               sum = step.sparse_sum](const std::exception_ptr& error) {
+      if (error != nullptr) return;
+      if (pack) pack->copy_back();
+      if (sum) sum->write_result();
     };
     step.operation->timeout = call.timeout == kUnset ? options_->timeout : call.timeout;
     work->add(step.operation);
@@ -103,9 +106,13 @@ std::chrono::nanoseconds WeftBackend::time_on_slow_network(const Call& call,
                                                            const std::vector<Step>& steps,
                                                            const Tensors& inputs,
                                                            const Tensors& outputs) const {
-  const auto bytes_of = [](const Tensors& tensors) {
+  const auto bytes_of = [&](const Tensors& tensors) {
     int64_t num_bytes = 0;
-    for (const at::Tensor& each : tensors) num_bytes += static_cast<int64_t>(each.nbytes());
+    for (const at::Tensor& each : tensors) {
+      // The entries of all ranks are gathered, assumed to be as many as those of this rank.
+      num_bytes += each.is_sparse() ? getSize() * steps.front().sparse_sum->num_bytes()
+                                    : static_cast<int64_t>(each.nbytes());
+    }
     return num_bytes;
   };
   const auto* const message =
@@ -126,8 +133,9 @@ FlightLog::Call WeftBackend::logged_call(const std::vector<Step>& steps, uint64_
   if (sequence > 0) {
     if (!steps.empty()) logged.header = steps.front().header;
     for (const Step& each : steps) {
-      logged.num_bytes +=
-          static_cast<uint64_t>(each.header.num_elements) * size_of(each.header.dtype);
+      logged.num_bytes += each.sparse_sum ? static_cast<uint64_t>(each.sparse_sum->num_bytes())
+                                          : static_cast<uint64_t>(each.header.num_elements) *
+                                                size_of(each.header.dtype);
     }
     return logged;
   }

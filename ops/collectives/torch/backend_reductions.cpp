@@ -68,10 +68,28 @@ WeftBackend::Step WeftBackend::all_reduce_step(const at::Tensor& tensor,
 
 WeftBackend::WorkPtr WeftBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   const at::Tensor& tensor = single_tensor("all_reduce", tensors);
+  if (tensor.defined() && tensor.layout() == at::kSparse) return sparse_all_reduce(tensor, opts);
   return start({OpType::ALLREDUCE, "weft:all_reduce", opts.timeout, opts.asyncOp},
                {all_reduce_step(tensor, opts.reduceOp)},
                tensors,
                tensors);
+}
+
+WeftBackend::WorkPtr WeftBackend::sparse_all_reduce(const at::Tensor& tensor,
+                                                    const c10d::AllreduceOptions& opts) {
+  const ReduceOp reduce_op =
+      reduce_op_of("all_reduce", opts.reduceOp, dtype_of("all_reduce", tensor));
+  TORCH_CHECK(reduce_op == ReduceOp::kSum,
+              "weft: all_reduce got ",
+              name_of(reduce_op),
+              " for a sparse tensor; pass ReduceOp.SUM, or a dense tensor");
+  const auto sum = std::make_shared<SparseSum>(tensor);
+  Step gather = step(SparseSum::call(sum), nullptr);
+  gather.sparse_sum = sum;
+  return start({OpType::_ALLREDUCE_SPARSE, "weft:sparse_all_reduce", opts.timeout, opts.asyncOp},
+               {gather},
+               {tensor},
+               {tensor});
 }
 
 WeftBackend::WorkPtr WeftBackend::allreduce_from_writer(at::Tensor& result,

@@ -164,6 +164,39 @@ TEST_P(CollectivesMatchReferences, AllToAllWithSplits) {
   });
 }
 
+// No rank knows the number of entries of the others; that of rank 1 is 0.
+TEST_P(CollectivesMatchReferences, SparseAllReduceGathersEntriesOfAllRanks) {
+  const auto num_entries = [&](int rank) -> int64_t { return rank == 1 ? 0 : size() + rank; };
+  const auto num_bytes = [](const Values& values) {
+    return static_cast<int64_t>(values.size() * sizeof(float));
+  };
+  run([&](Group& group, int rank) {
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      Values values = values_of(rank, num_entries(rank));
+      std::vector<Values> results;
+      complete(group,
+               sparse_all_reduce_call({DType::kFloat32, {1000, 3}},
+                                      1,
+                                      num_entries(rank),
+                                      {bytes(values), num_bytes(values)},
+                                      [&](const std::vector<int64_t>& counts) {
+                                        for (const int64_t count : counts) {
+                                          results.emplace_back(static_cast<size_t>(count));
+                                        }
+                                        std::vector<Output> outputs;
+                                        for (Values& each : results) {
+                                          outputs.push_back({bytes(each), num_bytes(each)});
+                                        }
+                                        return outputs;
+                                      }));
+      ASSERT_EQ(results.size(), static_cast<size_t>(num_ranks()));
+      for (int peer = 0; peer < num_ranks(); ++peer) {
+        EXPECT_EQ(results[static_cast<size_t>(peer)], values_of(peer, num_entries(peer)));
+      }
+    }
+  });
+}
+
 TEST_P(CollectivesMatchReferences, CollectivesInFlightKeepTheirOrder) {
   run([&](Group& group, int rank) {
     std::vector<Values> values(20, values_of(rank, size()));

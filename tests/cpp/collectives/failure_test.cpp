@@ -110,6 +110,21 @@ TEST(MismatchError, ShortensShapesOfManyDims) {
   EXPECT_THAT(text, HasSubstr("float32 [1, 1, 1, 1, 1] and 2 more dims, 12 elements"));
 }
 
+TEST(MismatchError, NamesSparseDims) {
+  const auto text = common_text<CollectiveMismatchError>(3, [](int rank, Values& values) {
+    if (rank == 0) return sum({6, 2}, DType::kFloat32, values);
+    return sparse_all_reduce_call(
+        {DType::kFloat32, {6, 2}}, rank, rank, {}, [](const std::vector<int64_t>& counts) {
+          return std::vector<Output>(counts.size());
+        });
+  });
+  EXPECT_THAT(text, HasSubstr("rank 0 called all_reduce(sum, float32 [6, 2])"));
+  EXPECT_THAT(text,
+              HasSubstr("rank 1 called sparse_all_reduce(sum, float32 [6, 2], 1 sparse dim)"));
+  EXPECT_THAT(text,
+              HasSubstr("rank 2 called sparse_all_reduce(sum, float32 [6, 2], 2 sparse dims)"));
+}
+
 TEST(MismatchError, NamesEightBitFormats) {
   const auto text = common_text<CollectiveMismatchError>(2, [](int rank, Values& values) {
     const DType dtype = rank == 0 ? DType::kFloat8E4M3FN : DType::kFloat8E5M2;

@@ -35,6 +35,9 @@ ERRORS: dict[str, Call] = {
     "a root outside the group": lambda group, n: dist.broadcast(torch.ones(2), n, group=group),
     "a peer outside the group": lambda group, n: dist.send(torch.ones(2), n + 3, group=group),
     "a message to itself": lambda group, n: dist.send(torch.ones(2), dist.get_rank(), group=group),
+    "a maximum of sparse tensors": lambda group, n: dist.all_reduce(
+        torch.eye(2).to_sparse(), op=dist.ReduceOp.MAX, group=group
+    ),
     "not a tensor": lambda group, n: dist.all_reduce([1.0], group=group),
     "bitwise reduction of floats": lambda group, n: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR, group=group),
     "a product of complex numbers": lambda group, n: dist.all_reduce(

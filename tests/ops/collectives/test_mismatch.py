@@ -26,6 +26,10 @@ def sum_of(*shape: int, dtype: torch.dtype = torch.float32, op: str = "SUM") -> 
     )
 
 
+def sparse_sum_of(sparse_dims: int, *shape: int) -> Body:
+    return lambda group, rank: dist.all_reduce(torch.ones(shape).to_sparse(sparse_dims), group=group)
+
+
 def barrier(group: dist.ProcessGroup, rank: int) -> None:
     dist.barrier(group=group)
 
@@ -64,6 +68,9 @@ CASES: dict[str, tuple[Body, Body, str, str]] = {
     "dtypes": (sum_of(4, dtype=torch.float64), sum_of(4), "float64 [4]", "float32 [4]"),
     "reduction": (sum_of(4, op="MAX"), sum_of(4), "max", "sum"),
     "operations": (barrier, sum_of(4), "barrier()", "all_reduce(sum, float32 [4])"),
+    "layouts": (sum_of(4, 2), sparse_sum_of(1, 4, 2), "all_reduce(sum, float32 [4, 2])", "[4, 2], 1 sparse dim)"),
+    "sparse dims": (sparse_sum_of(1, 4, 2), sparse_sum_of(2, 4, 2), "1 sparse dim)", "2 sparse dims)"),
+    "sparse shapes": (sparse_sum_of(1, 4, 2), sparse_sum_of(1, 5, 2), "[4, 2]", "[5, 2]"),
     "all_gather": (gather_of(6), gather_of(4), "6", "4"),
     "expected sizes": (gather_of(4, expected=5), gather_of(4), "receives [5, 5", "receives [4, 4"),
     "roots": (broadcast_from(1), broadcast_from(0), "root 1", "root 0"),

@@ -36,7 +36,7 @@ CrossHost::CrossHost(Engine& local_group,
       accumulation_dtype_(accumulation_dtype_of(call.header.dtype)) {}
 
 void CrossHost::run() {
-  compare_signatures();
+  const std::vector<int64_t> num_elements = compare_signatures();
   switch (call_.header.op) {
     case Op::kAllReduce:
       return all_reduce();
@@ -45,7 +45,7 @@ void CrossHost::run() {
     case Op::kReduceScatter:
       return reduce_scatter();
     case Op::kAllGather:
-      return all_gather();
+      return all_gather(call_.header.dtype, call_.outputs);
     case Op::kBroadcast:
       return broadcast();
     case Op::kGather:
@@ -56,6 +56,8 @@ void CrossHost::run() {
       return all_to_all();
     case Op::kBarrier:
       return;  // compare_signatures() has waited for all ranks
+    case Op::kSparseAllReduce:
+      return all_gather(DType::kUInt8, call_.make_outputs(num_elements));
   }
 }
 
@@ -88,7 +90,7 @@ List CrossHost::of_own_ranks(const List& by_rank) const {
 // Compares the calls of all ranks. The record of a rank holds its signature: records are
 // all-gathered within each host, the leaders exchange the records of their hosts, and each leader
 // broadcasts all records within its host.
-void CrossHost::compare_signatures() {
+std::vector<int64_t> CrossHost::compare_signatures() {
   const auto num_ranks = static_cast<size_t>(layout_.num_ranks());
   const size_t record_bytes = sizeof(SignatureHeader) + 2 * num_ranks * sizeof(int64_t);
   std::vector<std::byte> records(num_ranks * record_bytes);  // grouped by host
@@ -135,6 +137,7 @@ void CrossHost::compare_signatures() {
     by_rank.push_back(signature);
   }
   if (auto text = mismatch(by_rank)) throw CollectiveMismatchError("in " + what_ + ", " + *text);
+  return num_elements_of(by_rank);
 }
 
 void CrossHost::broadcast() {
@@ -157,21 +160,21 @@ void CrossHost::broadcast() {
   if (root_host != layout_.own_host()) broadcast_on_host(data, num_bytes);
 }
 
-void CrossHost::all_gather() {
-  run_on_host(all_gather_call(call_.header.dtype, input(), of_own_ranks(call_.outputs)));
+void CrossHost::all_gather(DType dtype, const std::vector<Output>& outputs) {
+  run_on_host(all_gather_call(dtype, input(), of_own_ranks(outputs)));
   if (layout_.is_leader()) {
     exchange_with_leaders([&](TransferSet& transfers, int host, int leader) {
       for (const int rank : layout_.ranks_on(host)) {
-        receive_from(transfers, leader, output_of(rank));
+        receive_from(transfers, leader, outputs[static_cast<size_t>(rank)]);
       }
       for (const int rank : layout_.own_ranks()) {
-        const Output& gathered = output_of(rank);
+        const Output& gathered = outputs[static_cast<size_t>(rank)];
         send_to(transfers, leader, {gathered.data, gathered.num_elements});
       }
     });
   }
   for_remote_ranks([&](int rank) {
-    const Output& gathered = output_of(rank);
+    const Output& gathered = outputs[static_cast<size_t>(rank)];
     broadcast_on_host(gathered.data, call_.bytes_of(gathered.num_elements));
   });
 }

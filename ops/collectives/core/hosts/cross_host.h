@@ -30,12 +30,14 @@ class CrossHost {
   void run();
 
  private:
-  void compare_signatures();
+  // Returns the number of elements in the header of each rank.
+  std::vector<int64_t> compare_signatures();
   void broadcast();
   void all_reduce();
   void reduce();
   void reduce_scatter();
-  void all_gather();
+  // Gathers the input. dtype: of an element that bytes_of() counts.
+  void all_gather(DType dtype, const std::vector<Output>& outputs);
   void gather();
   void scatter();
   void all_to_all();
