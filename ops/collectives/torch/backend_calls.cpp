@@ -170,15 +170,13 @@ WeftBackend::WorkPtr WeftBackend::message(Message::Direction direction,
   if (peer != kAnySource) check_peer(op, peer);
   const auto pack = new_pack(op);
   std::byte* const data = (sends ? as_output(pack->input(tensor)) : pack->output(tensor)).data;
-  const OpType op_type = sends                ? OpType::SEND
-                         : peer == kAnySource ? OpType::RECVANYSOURCE
-                                              : OpType::RECV;
   const auto message =
       std::make_shared<Message>(direction, peer, tag, pack->dtype(), tensor.numel(), data);
-  return start({op_type, sends ? "weft:send" : "weft:recv", kUnset, true},
-               {{message, pack}},
-               tensors,
-               tensors);
+  const Call call = sends ? Call{OpType::SEND, "weft:send", kUnset, true}
+                    : peer == kAnySource
+                        ? Call{OpType::RECVANYSOURCE, "weft:recvAnySource", kUnset, true}
+                        : Call{OpType::RECV, "weft:recv", kUnset, true};
+  return start(call, {{message, pack}}, tensors, tensors);
 }
 
 WeftBackend::WorkPtr WeftBackend::send(Tensors& tensors, int peer, int tag) {
