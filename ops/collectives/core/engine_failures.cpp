@@ -138,7 +138,7 @@ void Engine::fail_late(const Operation& operation) {
       text << (has_arrived ? ": arrived " : "; not arrived ") << (ranks.empty() ? "none" : ranks);
     }
   }
-  text << "; see what the late ranks do, or raise the timeout";
+  text << "; see what the late ranks do, or raise the timeout of the group or the call";
   fail_all(fail(ErrorKind::kTimeout, text.str()));
 }
 

@@ -73,6 +73,10 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
                                                   completion_hooks_,
                                                   log_id);
   work->delay(delay);
+  // A timeout of zero passes at once, but an operation without a timeout gets the group's.
+  const auto timeout = call.timeout == kUnset
+                           ? options_->timeout
+                           : std::max(call.timeout, std::chrono::milliseconds(1));
   for (const Step& step : steps) {
     step.operation->on_done = [pack = step.pack,
                                sum = step.sparse_sum](const std::exception_ptr& error) {
@@ -80,7 +84,7 @@ WeftBackend::WorkPtr WeftBackend::start(const Call& call,
       if (pack) pack->copy_back();
       if (sum) sum->write_result();
     };
-    step.operation->timeout = call.timeout == kUnset ? options_->timeout : call.timeout;
+    step.operation->timeout = timeout;
     work->add(step.operation);
   }
   try {

@@ -168,3 +168,16 @@ def test_call_timeout_names_late_rank(rank: int, world_size: int) -> None:
     if rank == 1:
         with pytest.raises(weft.CollectiveTimeoutError, match="not arrived rank 1"):
             dist.all_reduce(torch.ones(3), group=group)
+
+
+@on_ranks(2)
+@across_hosts("aa", "ab")
+def test_timeout_of_zero_passes_at_once(rank: int, world_size: int) -> None:
+    """It is not the timeout of the group, which would pass after a minute."""
+    from datetime import timedelta
+
+    group = dist.new_group(backend="cpu:weft", timeout=timedelta(seconds=60))
+    if rank == 0:
+        with pytest.raises(weft.CollectiveTimeoutError, match=r"timed out after 0\.001 s on rank 0.*rank 1"):
+            group.monitored_barrier(timedelta(0))
+    dist.barrier()

@@ -230,7 +230,7 @@ void MultiHostGroup::fail_late(const Operation& operation,
   fail(ErrorKind::kTimeout,
        "weft: " + operation.describe() + " of group '" + options_.name + "' timed out after " +
            in_seconds(timeout) + " s on rank " + std::to_string(options_.rank) + detail +
-           "; see what the late ranks do, or raise the timeout");
+           "; see what the late ranks do, or raise the timeout of the group or the call");
 }
 
 std::exception_ptr MultiHostGroup::as_failure(const Operation& operation) {
