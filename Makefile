@@ -27,7 +27,7 @@ export UV_NO_CONFIG := 1
 export GLOO_SOCKET_IFNAME ?= lo
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: demo test test-cpp test-python test-cuda build docs site lint lint-python lint-cpp format compat wheel bench gpu soak mutations sanitize clean
+.PHONY: demo test test-cpp test-python test-cuda build docs site lint lint-python lint-cpp format compat wheel bench gpu soak torch-distributed mutations sanitize clean
 
 demo: build
 	$(PY) examples/03_train_text.py
@@ -156,6 +156,10 @@ soak: build
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/operators.py --count 10000
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) tests/soak/layouts.py
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(PYTHON_TEST_JOBS) --dist loadfile --extended -m extended
+
+# Runs torch's suite DistributedTest with the backends gloo and weft, on 3 and 4 ranks, and compares the outcomes.
+torch-distributed: build
+	OMP_NUM_THREADS=1 $(PY) tests/soak/torch_distributed.py
 
 # Plants faults in the CUDA kernels, one at a time: the tests on the emulator must find them.
 mutations: build
