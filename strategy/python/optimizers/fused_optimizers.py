@@ -109,10 +109,9 @@ def _why_not_fused(optimizer: Optimizer, model: nn.Module | None) -> str | None:
             return "it is differentiable"
         if (why_not := _why_parameters_not_fused(group["params"], devices)) is not None:
             return why_not
-    sparse = (
-        (name for name, module in model.named_modules() if getattr(module, "sparse", False) is True) if model else ()
-    )
-    name = next(iter(sparse), None)
+    # Not by the truth of the model, which torch.compile's modules derive from a length that the model may not have.
+    modules = () if model is None else model.named_modules()
+    name = next((name for name, module in modules if getattr(module, "sparse", False) is True), None)
     return None if name is None else f"the gradient of '{name}' is sparse"
 
 
