@@ -181,6 +181,11 @@ class Engine:
         return self._data_axes
 
     @property
+    def has_run(self) -> bool:
+        """Return whether `begin_run` has run; before it, or without a process group, there are no groups."""
+        return self._groups is not None
+
+    @property
     def groups(self) -> Groups:
         """Return the groups of this rank; raises RuntimeError before `begin_run`."""
         if self._groups is None:
@@ -306,7 +311,7 @@ class Engine:
     def _fuse_optimizer(self, optimizer: Optimizer, module: torch.nn.Module | None) -> None:
         """Fuse an optimizer if the options request it; log the change, or why the optimizer is not changed."""
         options = self.options
-        if not options.fused_optimizers:
+        if not options.fused_optimizers or (self.plan is None and not options.has_low_precision):
             return
         from weft.strategy import fuse
 

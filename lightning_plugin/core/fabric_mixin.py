@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from weft._plugin import checkpoint as checkpoints
 from weft._plugin import fabric_pipeline
+from weft._plugin.collective_groups import named_group
 from weft._plugin.engine import Engine
 from weft._plugin.loader_check import without_lockstep
 from weft._plugin.loaders import FabricLoaders
@@ -23,34 +26,37 @@ from weft._plugin.model_setup import apply_plan, join_weights
 from weft._plugin.optimizer_state import full_state, load_state, merge_parameter_groups, named_state
 from weft._plugin.options import TRAINER_ONLY, FabricOptions, Options, StockOptions
 from weft._plugin.parameter_replacements import parameters_of
-from weft._plugin.saves import refuse_stock_save, report_seconds
+from weft._plugin.saves import refuse_stock_save, report_seconds, takes_urls
 from weft._plugin.strategy_mixin import StrategyMixin
 from weft.strategy.checkpoint import Location, background, is_checkpoint, location_of, on_first_rank
 from weft.strategy.checkpoint.manifest import has_manifest
 
 if TYPE_CHECKING:
-    from weft._plugin.stock_strategies import StockFabricStrategy
+    from weft._plugin.stock_strategies import StockFabricStrategy, StockSyncControl
 else:
-    StockFabricStrategy = object
+    StockFabricStrategy = StockSyncControl = object
 
 
 def _identity(model: Module, device_mesh: Any) -> Module:
     return model
 
 
-class _WithoutSync:
-    """Implements `fabric.no_backward_sync`."""
+class _WithoutSync(StockSyncControl):
+    """Implements `fabric.no_backward_sync`; the next base class is that of Lightning's own control."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     @contextmanager
     def no_backward_sync(self, module: Module, enabled: bool) -> Iterator[None]:
-        if not enabled:
-            yield
-            return
-        with self._engine.data_axes.without_sync([module]), self._engine.in_backward.accumulating():
-            yield
+        engine = self._engine
+        with engine.in_backward.accumulating() if enabled else nullcontext():
+            if engine.plan is None:  # FSDP2 modules are the user's
+                with super().no_backward_sync(module, enabled):
+                    yield
+                return
+            with engine.data_axes.without_sync([module]) if enabled else nullcontext():
+                yield
 
 
 class FabricMixin(StrategyMixin, StockFabricStrategy):
@@ -76,8 +82,10 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         self._parallelize_fn = self._parallelize
         self._engine = Engine(self, options, owner="fabric", building_context="fabric.init_module(empty_init=True)")
         self._loaders = FabricLoaders(self._engine)
-        self._backward_sync_control = _WithoutSync(self._engine)
+        without_sync = type("WithoutSync", (_WithoutSync, type(self._backward_sync_control)), {})
+        self._backward_sync_control = without_sync(self._engine)
         self._modules: list[Module] = []
+        self._parameters_before: dict[str, weakref.ref[Parameter]] = {}
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Like the stock method, except that with a plan `empty_init` defers parameters; see `Options.empty_init`."""
@@ -88,7 +96,15 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         stack.enter_context(self._engine.deferred_init())
         return stack
 
+    def _is_stock_without_ranks(self) -> bool:
+        """Return whether there is neither a plan nor a process group, so that weft has nothing to add."""
+        return self.plan is None and not self._engine.has_run
+
     def _parallelize(self, module: Module, device_mesh: Any) -> Module:
+        if self._is_stock_without_ranks():
+            parallel: Module = self._user_parallelize_fn(module, device_mesh)
+            return parallel
+        self._parameters_before = parameters_of(module)
         self._engine.broadcast_values(module)
         module = self._user_parallelize_fn(module, device_mesh)
         if isinstance(module, Module):  # else the stock strategy raises
@@ -97,21 +113,25 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """See StrategyMixin; None for one data-parallel rank, so that Fabric keeps the loader's sampler."""
-        return None if self.data_axes.size == 1 else super().distributed_sampler_kwargs
+        """See StrategyMixin; with a plan, None for one data rank, so that Fabric keeps the loader's sampler."""
+        keeps_sampler = self.plan is not None and self.data_axes.size == 1
+        return None if keeps_sampler else super().distributed_sampler_kwargs
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """See StrategyMixin and, for the comparison of lengths, `FabricLoaders.with_length_check`; collective."""
         return self._loaders.with_length_check(super().process_dataloader(without_lockstep(dataloader)), self._modules)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Like the stock method, by default over the data axes, so that ranks with the same data count once.
+        """Like the stock method, but with a plan by default over the data axes: ranks with the same data count once.
 
-        With one data-parallel rank and no `group`, returns `tensor` itself.
+        Returns `tensor` itself with a plan, one data-parallel rank and no `group`. `group`: as in `all_gather`; Fabric
+        passes the world's group if the user gives none.
         """
-        if group is None and self.data_group.size() == 1:
-            return tensor
-        return super().all_reduce(tensor, group or self.data_group, reduce_op)
+        if self.plan is not None and (group is None or group is dist.group.WORLD):
+            group = self.data_group
+            if group.size() == 1:
+                return tensor
+        return super().all_reduce(tensor, named_group(self._engine, group), reduce_op)
 
     def clip_gradients_norm(
         self,
@@ -152,9 +172,12 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
     def setup_module(self, module: Module) -> Module:
         """Run `parallelize_fn`, then apply the plan; all replicas start from the values of the first one."""
         engine = self._engine
-        before = parameters_of(module)
         module = super().setup_module(module)
-        engine.replacements.record(before, module)
+        if self._is_stock_without_ranks():
+            return module
+        before, self._parameters_before = self._parameters_before, {}
+        # A parallelize_fn may compile the module, which then is inside of another.
+        engine.replacements.record(before, getattr(module, "_orig_mod", module))
         if self._has_meta_tensors:
             engine.broadcast_values(module)
         join_weights(engine, module)
@@ -169,6 +192,8 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer; its parameters that sharding has replaced become the modules' new parameters."""
+        if self._is_stock_without_ranks():
+            return super().setup_optimizer(optimizer)
         engine = self._engine
         steps_in_backward = engine.options.optimizer_in_backward
         if steps_in_backward and (engine.in_backward.is_active or not self._modules):
@@ -258,8 +283,9 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
         not have exactly one model.
         """
         engine = self._engine
-        models = {key: value for key, value in state.items() if isinstance(value, Module)}
-        if self.plan is None or storage_options is not None or filter is not None or len(models) != 1:
+        entries = {} if self.plan is None else state
+        models = {key: value for key, value in entries.items() if isinstance(value, Module)}
+        if storage_options is not None or filter is not None or len(models) != 1:
             location = location_of(self.broadcast(path))
             refuse_stock_save(self, location)
             if storage_options is None:  # else the stock strategy raises an error
@@ -302,9 +328,15 @@ class FabricMixin(StrategyMixin, StockFabricStrategy):
     ) -> dict[str, Any]:
         """Load a checkpoint, saved by any number of ranks, into the objects of `state`; return the rest; collective."""
         background.wait()
+        if self.plan is None and not isinstance(state, Module) and not state:
+            return super().load_checkpoint(path, state, strict)  # raises an error
         source = location_of(self.broadcast(path)).existing()
         look = is_checkpoint if self.plan is not None else has_manifest
         is_readable = self.broadcast(on_first_rank("load", source, partial(look, source)))
+        if self.plan is None and not (is_readable or source.is_local) and takes_urls(self):
+            return super().load_checkpoint(
+                str(source), state, strict, **checkpoints.without_none(weights_only=weights_only)
+            )
         if isinstance(state, dict) and state and is_readable:
             return self._load_directory(source, state, strict, weights_only)
         with checkpoints.local_file(source) as file:

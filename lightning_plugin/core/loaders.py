@@ -126,10 +126,10 @@ class TrainerLoaders(Loaders):
         self._positions: list[dict[str, Any] | None] = []
 
     def prepare(self, trainer: Any) -> None:
-        """Disable Lightning's distributed sampler on one data-parallel rank; call it before loaders are set up."""
+        """With a plan, disable Lightning's distributed sampler on one data rank; call it before loaders are set up."""
         self._training_lengths_differ = False
         self._positions = []  # of a run that has ended before its loaders were set up
-        if self._engine.data_axes.size == 1:
+        if self._engine.plan is not None and self._engine.data_axes.size == 1:
             # Every rank gets all the data. Lightning's distributed sampler would shuffle any training data.
             trainer._accelerator_connector.use_distributed_sampler = False
 

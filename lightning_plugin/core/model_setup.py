@@ -45,7 +45,8 @@ def apply_plan(
     """
     if engine.options.compile is not None:
         check_blocks(engine, module)
-    synchronize_metrics_over(engine.data_group, module)
+    if engine.plan is not None:
+        synchronize_metrics_over(engine.data_group, module)
     bar = ReadBar(shows_progress)
     with bar.shown():
         _load_pretrained(engine, module)

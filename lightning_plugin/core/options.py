@@ -90,8 +90,8 @@ class Options:
             epoch (under Fabric: of each loop over a loader) and the lengths of loaders are compared as well, unless
             check_batches and check_batches_every are 0.
         check_batches_every: N, to compare every N-th batch of each loop as well; 0: no others.
-        fused_optimizers: make Adam, AdamW, SGD and, on CPUs, Adagrad use fused kernels without temporaries, unless
-            `foreach` or `fused` was set; changes are logged. False: change no optimizer.
+        fused_optimizers: with a plan, make Adam, AdamW, SGD and, on CPUs, Adagrad use fused kernels without
+            temporaries, unless `foreach` or `fused` was set; changes are logged. False: change no optimizer.
         optimizer_state: "float32", "bfloat16" or "int8": the format of the states of Adam, AdamW and SGD with momentum,
             with 4, 2 or 1 bytes for each element; see `weft.strategy.fuse`. Other optimizers raise ValueError if it is
             not "float32".

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -56,9 +57,14 @@ def _file_exists(stock: Callable[[Any, Any], bool], filepath: Any, trainer: Any)
     return exists or background.is_writing(location)
 
 
+def takes_urls(strategy: Any) -> bool:
+    """Return whether the stock strategy saves at URLs and loads from them; versions to 2.6 make local paths of them."""
+    return hasattr(importlib.import_module(f"{strategy.fabric_module}.utilities.cloud_io"), "_resolve_path")
+
+
 def refuse_without_plan(strategy: Any, location: Location) -> None:
-    """Raise ValueError for a URL if there is no plan: the stock strategy would make a local path of it."""
-    if strategy.plan is None and not location.is_local:
+    """Raise ValueError for a URL if there is no plan and the stock strategy would make a local path of it."""
+    if strategy.plan is None and not location.is_local and not takes_urls(strategy):
         raise ValueError(
             f"{type(strategy).__name__} got no plan and the checkpoint {str(location)!r}; pass a plan, such as 'auto', "
             "or a local path."
@@ -66,9 +72,9 @@ def refuse_without_plan(strategy: Any, location: Location) -> None:
 
 
 def refuse_stock_save(strategy: Any, location: Location) -> None:
-    """Raise ValueError for a URL, of which the stock strategy of Fabric would make a local path."""
+    """Raise ValueError for a URL if the stock strategy of Fabric would make a local path of it."""
     refuse_without_plan(strategy, location)
-    if not location.is_local:
+    if not location.is_local and not takes_urls(strategy):
         raise ValueError(
             f"{type(strategy).__name__} got the checkpoint {str(location)!r} with storage_options, a filter, or not "
             "exactly one model; save one model with none of these, or to a local path."

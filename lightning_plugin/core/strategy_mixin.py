@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from weft._plugin.collective_groups import named_group
 from weft._plugin.engine import Engine
 from weft._plugin.error_reports import shared_under_torchrun
 from weft._plugin.launcher import guarded
@@ -139,6 +140,8 @@ class StrategyMixin(StockStrategy):
         self._set_sizes()
         with destroying_group_at_exit():
             super().setup_environment()
+        if not dist.is_initialized():
+            return  # a subclass joins no process group: there are no other ranks to agree with
         sizes = engine.sizes_of_mesh()
         environment = self.cluster_environment
         if type(environment).__name__ == "TorchElasticEnvironment":
@@ -195,16 +198,23 @@ class StrategyMixin(StockStrategy):
         return {"num_replicas": self.data_axes.size, "rank": self.data_axes.rank}
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Like the stock method, by default over the data axes, so that ranks with the same data count once.
+        """Gather a tensor of any shape from the ranks of a group; the result has a new first dimension, of the ranks.
 
-        A LightningModule passes the world's group if the user gives none, so the world's group means the default, too.
+        Args:
+            tensor: of the same shape on all ranks of the group.
+            group: a process group, an axis of the mesh or "world", as in `named_group`. None: with a plan, the data
+                axes, so that ranks with the same data count once; without one, all ranks, as in the stock method. A
+                LightningModule passes the world's group if the user gives none, so that group means None.
+            sync_grads: the gradient passes through the gathering.
         """
         if group is None or group is dist.group.WORLD:
-            group = self.data_group
-        return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+            group = group if self.plan is None else self.data_group
+        return super().all_gather(tensor, group=named_group(self._engine, group), sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether `decision` is true on all ranks; with all=False, whether it is true on any rank."""
+        if self.plan is None:
+            return super().reduce_boolean_decision(decision, all)
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(votes)

@@ -74,6 +74,9 @@ def save_file(
         on_first_rank("save", location, lambda: write_file(checkpoint, location))
         return True
     refuse_without_plan(strategy, location)
+    if engine.plan is None:
+        make_room(location)
+        return False
     if storage_options is not None and strategy._save_distributed_checkpoint:
         raise TypeError(
             f"{type(strategy).__name__} got storage_options for the directory {str(location)!r}; leave them out, and "

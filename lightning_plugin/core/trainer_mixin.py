@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from weft._plugin import trainer_checkpoints as checkpoints
 from weft._plugin.auto_layout import choose_layout
+from weft._plugin.collective_groups import named_group
 from weft._plugin.engine import Engine
 from weft._plugin.in_backward import check_optimizer_in_backward, clips_by_norm, is_overridden
 from weft._plugin.largest_batch import LargestBatch, find_largest_batch
@@ -28,6 +29,7 @@ from weft._plugin.resumable_loaders import positions
 from weft._plugin.resuming import Resuming
 from weft._plugin.saves import finish_save_of_exception, let_checkpoints_see_saves, refuse_without_plan, remove
 from weft._plugin.stage_steps import STEPS
+from weft._plugin.stock_checks import check_module
 from weft._plugin.strategy_mixin import StrategyMixin
 from weft._plugin.trainer_stages import TrainerStages
 from weft.strategy.checkpoint import background, location_of
@@ -130,7 +132,10 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     def setup(self, trainer: Any) -> None:
         """Apply the plan to the model, which is complete by now, then run the stock setup."""
         engine, options = self._engine, self._engine.options
-        self._check_configure_model()
+        check_module(engine.name, self.lightning_module, self.model, engine.plan is not None)
+        if self.plan is None and not engine.has_run:  # no process group: there is nothing to add
+            super().setup(trainer)
+            return
         self._loaders.prepare(trainer)
         # A step may compute with DTensors, which torch.inference_mode does not support. Lightning disables that mode
         # only for groups whose backend is named gloo.
@@ -191,15 +196,6 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
                 self.lightning_module.log("gradient_norm", self._gradient_norm)
 
         self.precision_plugin.clip_gradients = clip_gradients
-
-    def _check_configure_model(self) -> None:
-        """Raise TypeError, as the stock strategy does, if neither a plan nor `configure_model` shards the model."""
-        module = self.lightning_module
-        if self.plan is None and not is_overridden("configure_model", module, "LightningModule"):
-            raise TypeError(
-                f"{type(self).__name__} got no plan, and {type(module).__name__} does not override configure_model, so "
-                "nothing shards the model; pass plan='auto', or shard the model in configure_model."
-            )
 
     def _wrap_gradient_hooks(self) -> None:
         """Run on_after_backward, on_before_optimizer_step (of callbacks, too) and clipping in `local_parameters`."""
@@ -403,13 +399,15 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Like the stock method, by default over the data axes, so that ranks with the same data count once.
+        """Like the stock method, but with a plan by default over the data axes: ranks with the same data count once.
 
-        With one data-parallel rank and no `group`, returns `tensor` itself.
+        Returns `tensor` itself with a plan, one data-parallel rank and no `group`. `group`: as in `all_gather`.
         """
-        if group is None and self.data_group.size() == 1:
-            return tensor
-        return super().reduce(tensor, group or self.data_group, reduce_op)
+        if group is None and self.plan is not None:
+            group = self.data_group
+            if group.size() == 1:
+                return tensor
+        return super().reduce(tensor, named_group(self._engine, group), reduce_op)
 
     # ---- checkpoints; without a plan, the stock methods run ------------------------------------------------
 
@@ -427,7 +425,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a directory of shards, or one file with save_distributed_checkpoint=False; collective."""
-        found = positions(checkpoint, self.lightning_module.trainer)
+        found = [] if self.lightning_module is None else positions(checkpoint, self.lightning_module.trainer)
         if found:
             checkpoint[LOADERS_KEY] = found
         self._engine.random_states.of_loaders = [None if each is None else each["random_state"] for each in found]

@@ -66,7 +66,9 @@ def test_without_plan_equals_stock_strategy(rank: int, world_size: int, tmp_path
         trained[cls] = weights(model)
         assert not isinstance(model.norm.weight, DTensor)
     assert_same_weights(*trained.values(), rtol=0)
-    with pytest.raises(TypeError, match=r"got no plan, and Model does not override .*; pass plan='auto'"):
+    with pytest.raises(
+        TypeError, match=r"required to override the `configure_model.*; or pass plan='auto', and weft shards the Model"
+    ):
         trainer(world_size, WeftModelParallelStrategy(), tmp_path).fit(Model(), loader())
 
 
