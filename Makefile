@@ -27,7 +27,8 @@ export UV_NO_CONFIG := 1
 export GLOO_SOCKET_IFNAME ?= lo
 export MAX_JOBS ?= $(JOBS)
 
-.PHONY: demo test test-cpp test-python test-cuda build docs site lint lint-python lint-cpp format compat wheel bench gpu soak torch-distributed mutations sanitize clean
+.PHONY: demo test test-cpp test-python test-cuda build docs site lint lint-python lint-cpp format compat upstream wheel bench gpu soak \
+  torch-distributed mutations sanitize clean
 
 demo: build
 	$(PY) examples/03_train_text.py
@@ -117,6 +118,15 @@ endif
 
 compat: $(COMPAT)/.packages
 	CMAKE=$(CURDIR)/$(COMPAT)/bin/cmake PYTHON=$(CURDIR)/$(COMPAT)/bin/python sh cmake/compat.sh
+
+# Installs the newest torch and Lightning of the registry, pre-releases too, into a new environment, builds a wheel there,
+# and runs the tests of the Lightning plugin: a nightly job, which finds changes of Lightning before they are released.
+UPSTREAM := .venv-upstream
+upstream: $(VENV)/.packages
+	rm -rf $(UPSTREAM)
+	$(ENVIRONMENT_PYTHON) -m venv $(UPSTREAM)
+	$(VENV)/bin/uv pip install --quiet --python $(UPSTREAM)/bin/python -r requirements/upstream.in
+	PYTHON=$(CURDIR)/$(UPSTREAM)/bin/python sh cmake/upstream.sh
 
 # Builds an sdist and a wheel in dist/, and tries the wheel in a new environment.
 wheel: $(if $(TORCH),$(COMPAT),$(VENV))/.packages
