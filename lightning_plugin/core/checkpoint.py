@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from weft._plugin.averaged_entries import take_entries
 from weft._plugin.optimizer_state import FullModel, load_sharded_state, load_state, rekey_by_name
 from weft._plugin.random_states import RandomStates
 from weft._plugin.saves import join_at_exit
@@ -64,7 +65,7 @@ def save_directory(
     rest = dict(checkpoint)
     states = rest.pop("optimizer_states", [])
     optimizers = {optimizer_key(idx): state for idx, state in enumerate(states)}
-    models = {"model": rest.pop("state_dict")}
+    models = {"model": rest.pop("state_dict"), **take_entries(rest)}
     if optimizers and random_states is not None:
         models |= random_states.to_save()
     write_directory(models, optimizers, rest, path, pipeline_group, about, background_seconds)
@@ -163,20 +164,45 @@ def load_directory(
     checkpoint, rest = open_directory(path, weights_only, allow_pickle)
     saved = checkpoint.metadata.state_dict_metadata
     model_key = next((k for k in MODEL_KEYS if any(name.startswith(f"{k}.") for name in saved)), MODEL_KEYS[0])
-    target = {model_key: target_of_model(checkpoint, model_key, model, optimizers)}
-    if strict:
-        prefix = f"{model_key}."
-        names = (name.removeprefix(prefix) for name in saved if name.startswith(prefix))
-        _check_names(path, names, _names_of_all_stages(target[model_key], full_model))
     of_generators = {} if random_states is None else random_states.to_load(checkpoint.metadata)
-    checkpoint.load({**target, **of_generators}, allow_partial=not strict)
+    _load_model(checkpoint, model_key, model, optimizers, strict, full_model, of_generators)
     if random_states is not None:
         random_states.loaded(of_generators)
-    model.load_state_dict(target[model_key], strict=strict)
     for idx, optimizer in enumerate(optimizers):
         if not load_optimizer_of_directory(checkpoint, optimizer_key(idx), model, optimizer, rest):
             raise KeyError(_no_optimizer_text(path, idx))
     return rest
+
+
+def load_entry_of_directory(
+    path: Where, key: str, model: torch.nn.Module, strict: bool, full_model: FullModel | None, allow_pickle: bool
+) -> bool:
+    """Load another state of the model, which a directory or URL has as `key`; return whether it has one; collective."""
+    checkpoint, _ = open_directory(path, None, allow_pickle)
+    if not any(name.startswith(f"{key}.") for name in checkpoint.metadata.state_dict_metadata):
+        return False
+    _load_model(checkpoint, key, model, (), strict, full_model, {})
+    return True
+
+
+def _load_model(
+    checkpoint: Checkpoint,
+    key: str,
+    model: torch.nn.Module,
+    optimizers: Iterable[Optimizer],
+    strict: bool,
+    full_model: FullModel | None,
+    others: dict[str, Any],
+) -> None:
+    """Load the entry `key` into the model, and the entries of `others` in the same read."""
+    target = {key: target_of_model(checkpoint, key, model, optimizers)}
+    if strict:
+        prefix = f"{key}."
+        saved = checkpoint.metadata.state_dict_metadata
+        names = (name.removeprefix(prefix) for name in saved if name.startswith(prefix))
+        _check_names(checkpoint.location, names, _names_of_all_stages(target[key], full_model))
+    checkpoint.load({**target, **others}, allow_partial=not strict)
+    model.load_state_dict(target[key], strict=strict)
 
 
 def target_of_model(
@@ -281,13 +307,7 @@ def load_file(
     """
     with local_file(path) as file:
         checkpoint: dict[str, Any] = torch.load(file, mmap=True, map_location="cpu", weights_only=weights_only)
-    saved = checkpoint.pop("state_dict")
-    target = get_model_state_dict(model)
-    if full_model is not None:
-        if strict:
-            _check_names(path, saved, _names_of_all_stages(target, full_model))
-        saved = {name: value for name, value in saved.items() if name in target}
-    model.load_state_dict({name: _shard_like(value, target.get(name)) for name, value in saved.items()}, strict)
+    load_full_state(path, checkpoint.pop("state_dict"), model, strict, full_model)
     if optimizers:
         states = checkpoint.pop("optimizer_states", [])
         if len(states) < len(optimizers):
@@ -296,6 +316,18 @@ def load_file(
             saved_state = state if full_model is None else rekey_by_name(state, model, optimizer, full_model)
             load_state(model, optimizer, saved_state)
     return checkpoint
+
+
+def load_full_state(
+    path: Where, saved: dict[str, Any], model: torch.nn.Module, strict: bool, full_model: FullModel | None
+) -> None:
+    """Load a state of unsharded tensors, from a checkpoint's file, into the model; see `load_file`."""
+    target = get_model_state_dict(model)
+    if full_model is not None:
+        if strict:
+            _check_names(path, saved, _names_of_all_stages(target, full_model))
+        saved = {name: value for name, value in saved.items() if name in target}
+    model.load_state_dict({name: _shard_like(value, target.get(name)) for name, value in saved.items()}, strict)
 
 
 @contextmanager

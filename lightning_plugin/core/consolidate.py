@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from weft._plugin.averaged_entries import put_entries
 from weft._plugin.checkpoint import MODEL_KEYS, optimizer_key, write_file
 from weft.strategy.checkpoint import Checkpoint, is_checkpoint, location_of, open_checkpoint
 
@@ -76,6 +77,7 @@ def consolidate_checkpoint(
             "LightningModule's state_dict; pass a checkpoint that a Trainer has written."
         )
     checkpoint["state_dict"] = tensors.pop(model_key)
+    put_entries(checkpoint, tensors)
     states: list[Any] = []
     # An optimizer that had no state when it was saved is in the other entries.
     while (key := optimizer_key(len(states))) in tensors or key in checkpoint:

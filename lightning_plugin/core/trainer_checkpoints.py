@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 from weft._plugin.checkpoint import (
     check_checkpoint_path,
     load_directory,
+    load_entry_of_directory,
     load_file,
+    load_full_state,
     make_room,
     save_directory,
     without_none,
@@ -19,14 +21,14 @@ from weft._plugin.checkpoint import (
 from weft._plugin.consolidate import DIRECTORY_NOTE
 from weft._plugin.optimizer_state import FullModel, full_state, merge_parameter_groups, named_state
 from weft._plugin.saves import may_run_in_background, refuse_without_plan, report_seconds
-from weft.strategy.checkpoint import background, location_of, on_first_rank
+from weft.strategy.checkpoint import Location, background, location_of, on_first_rank
 from weft.strategy.checkpoint.manifest import has_manifest
 
 if TYPE_CHECKING:
     from weft._plugin.engine import Engine
     from weft._plugin.stock_strategies import StockTrainerStrategy
 
-__all__ = ["load", "optimizer_state", "save", "save_file", "without_none"]
+__all__ = ["load", "load_entry", "optimizer_state", "save", "save_file", "without_none"]
 
 
 def optimizer_state(engine: Engine, strategy: StockTrainerStrategy, optimizer: Any) -> dict[str, Any]:
@@ -105,12 +107,40 @@ def load(
 
     full_model: describes the full model if the model is in stages; else None.
     """
-    location = location_of(strategy.broadcast(checkpoint_path)).existing()
+    location, is_directory = _located(strategy, checkpoint_path)
     strict = strategy.lightning_module.strict_loading
     arguments = (location, strategy.model, optimizers, strict, weights_only, full_model)
     with torch.no_grad():
-        # The same on all ranks, also if the file system is late on some.
-        if strategy.broadcast(on_first_rank("load", location, location.is_directory)):
+        if is_directory:
             random_states = engine.random_states if strategy.lightning_module.trainer.state.fn == "fit" else None
             return load_directory(*arguments, engine.options.allow_pickle, random_states)
         return load_file(*arguments)
+
+
+def load_entry(
+    engine: Engine,
+    strategy: StockTrainerStrategy,
+    checkpoint_path: Any,
+    entries: dict[str, Any],
+    full_model: FullModel | None,
+    key: str,
+) -> bool:
+    """Load another state of the model, which the checkpoint has as `key`; return whether it has one; collective.
+
+    entries: the states that `load` has returned, of a file; a directory is opened again.
+    """
+    location, is_directory = _located(strategy, checkpoint_path)
+    model, strict = strategy.model, strategy.lightning_module.strict_loading
+    with torch.no_grad():
+        if is_directory:
+            return load_entry_of_directory(location, key, model, strict, full_model, engine.options.allow_pickle)
+        if key in entries:
+            load_full_state(location, entries[key], model, strict, full_model)
+    return key in entries
+
+
+def _located(strategy: StockTrainerStrategy, checkpoint_path: Any) -> tuple[Location, bool]:
+    """Return where a checkpoint is, and whether it is a directory; collective."""
+    location = location_of(strategy.broadcast(checkpoint_path)).existing()
+    # The same on all ranks, also if the file system is late on some.
+    return location, strategy.broadcast(on_first_rank("load", location, location.is_directory))

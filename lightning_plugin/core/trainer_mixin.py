@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from weft._plugin import trainer_checkpoints as checkpoints
 from weft._plugin.auto_layout import choose_layout
+from weft._plugin.averaging import Averaging
 from weft._plugin.collective_groups import named_group
 from weft._plugin.engine import Engine
 from weft._plugin.in_backward import check_optimizer_in_backward, clips_by_norm, is_overridden
@@ -49,16 +50,6 @@ def _shows_progress(trainer: Any) -> bool:
     return bool(trainer.is_global_zero and bar is not None and getattr(bar, "is_enabled", True))
 
 
-def _check_no_averaging(trainer: Any) -> None:
-    """Raise ValueError for a callback that averages weights into a copy of the unsharded model."""
-    for callback in trainer.callbacks:
-        if {"StochasticWeightAveraging", "WeightAveraging"} & {cls.__name__ for cls in type(callback).__mro__}:
-            raise ValueError(
-                f"the callback {type(callback).__name__} averages weights into a copy of the full model, which is not "
-                "supported for sharded weights; leave it out, and average the weights of checkpoints instead."
-            )
-
-
 class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     """Tensor parallelism by plan, sharded or replicated data, context and pipeline parallelism, for the Trainer.
 
@@ -75,6 +66,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         self._stages = TrainerStages(self._engine, self)
         self._loaders = TrainerLoaders(self._engine, self)
         self._resuming = Resuming(self._engine, self)
+        self._averaging = Averaging(self._engine, self)
         self._gradient_norm: Tensor | None = None
         self._is_fitting = False
         self._saves_in_background = False  # from on_train_start to on_train_end
@@ -87,6 +79,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         # The stock strategy has set the mesh that it made itself, and LightningModule.device_mesh has no setter.
         self.lightning_module._device_mesh = self._device_mesh
         self._resuming.prepare()
+        self._averaging.adapt_callbacks()
 
     def _setup_distributed(self) -> None:
         """Join the process group, and choose a layout, once, if that is left to weft."""
@@ -144,8 +137,8 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         self._is_fitting = trainer.state.fn == "fit"
         if self.plan is not None:
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
-        if self.plan is not None and self._is_fitting:
-            _check_no_averaging(trainer)
+        if self._is_fitting:
+            self._averaging.check(self.model)
         steps_in_backward = options.optimizer_in_backward and self._is_fitting
         if steps_in_backward:
             check_optimizer_in_backward(trainer, options.has_stages)
@@ -166,6 +159,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             self._stages.begin_steps(self.model, self._is_fitting)
         if self._is_fitting:
             engine.average_gradients_of(self.model)
+            self._averaging.begin()
         engine.memory_watch.begin(self.model, *self.optimizers)
         if steps_in_backward:
             self._step_in_backward(trainer)
@@ -447,6 +441,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             optimizers = self.optimizers if self._is_fitting else []
             full_model = self._stages.full_model
             loaded = checkpoints.load(self._engine, self, checkpoint_path, optimizers, weights_only, full_model)
+            self._averaging.load(checkpoint_path, loaded, self._is_fitting, full_model)
         if self._is_fitting:
             found = loaded.pop(LOADERS_KEY, [])
             self._loaders.resume(self._engine.random_states.with_own_states(found))

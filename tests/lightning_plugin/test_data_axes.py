@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning_plugin.scripts.plugin_models import (
     DIM,
     FeedForward,
@@ -335,21 +334,6 @@ def test_stored_and_gathered_dtypes(
     assert set(model.weight_dtypes) == {gathered}
     reduced = {state._mp_policy.reduce_dtype for state in model._get_fsdp_state()._state_ctx.all_states}
     assert reduced == ({torch.float32} if precision.startswith("bf16") else {None})
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["swa", "ema"])
-def test_weight_averaging_raises(rank: int, world_size: int, tmp_path: Path, name: str) -> None:
-    """Callbacks that average weights raise before the training.
-
-    Lightning's own check does not cover its model-parallel strategy: there the callbacks fail, or average shards into a
-    full copy.
-    """
-    set_torchrun_environment(rank, world_size)
-    callback = StochasticWeightAveraging(1e-2) if name == "swa" else EMAWeightAveraging()
-    run = trainer(world_size, "weft_fsdp", tmp_path, callbacks=[callback])
-    with pytest.raises(ValueError, match="averages weights into a copy of the full model"):
-        run.fit(Model(), loader())
 
 
 @on_ranks(4)
