@@ -151,6 +151,24 @@ def test_collectives_of_stock_cover_the_world(rank: int, world_size: int) -> Non
         assert not fabric.strategy.reduce_boolean_decision(rank == 1)
 
 
+@on_ranks(2)
+def test_no_backward_sync_pauses_modules_of_the_user(rank: int, world_size: int) -> None:
+    fabric = fabric_of(rank, world_size, shard_data, 2)
+    reference, model = FeedForward(), FeedForward()
+    model.load_state_dict(reference.state_dict())
+    model = fabric.setup(model)
+    reference.load_state_dict(full_values(model))
+    batches = fixed_data().split(BATCH)[:4]
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(batches[rank]).square().mean())
+        assert all(weight.grad is None for weight in model.parameters())
+    fabric.backward(model(batches[2 + rank]).square().mean())
+    for batch in batches:
+        (reference(batch).square().mean() / world_size).backward()
+    gradients = {name: weight.grad.full_tensor() for name, weight in model.module.named_parameters()}
+    assert_same_weights(gradients, {name: weight.grad for name, weight in reference.named_parameters()})
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_train_save_load(rank: int, world_size: int, precision: str, tmp_path: Path) -> None:

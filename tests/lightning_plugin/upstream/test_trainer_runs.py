@@ -255,6 +255,29 @@ def test_save_load_sharded_state_dict(rank: int, world_size: int, tmp_path: Path
     assert not torch.equal(full_values(model.model)["w1.weight"], expected["w1.weight"])
 
 
+class GroupsModel(PlainModel):
+    """With a plan, gathers and reduces over the data axes, unless a group is given."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        rank, reduce = self.global_rank, self.trainer.strategy.reduce
+        expected = {
+            None: [rank % 2, rank % 2 + 2],
+            "data_parallel": [rank % 2, rank % 2 + 2],
+            "tensor_parallel": [rank // 2 * 2, rank // 2 * 2 + 1],
+            "world": [0, 1, 2, 3],
+        }
+        for group, ranks in expected.items():
+            assert self.all_gather(torch.tensor([rank]), group=group).flatten().tolist() == ranks
+            assert reduce(torch.tensor(rank), group=group, reduce_op="sum").item() == sum(ranks)
+        return super().training_step(batch, batch_idx)
+
+
+@on_ranks(4)
+def test_groups_with_a_plan(rank: int, world_size: int, tmp_path: Path) -> None:
+    strategy = WeftModelParallelStrategy(2, 2, plan="auto")
+    trainer(rank, world_size, tmp_path, strategy, max_steps=1).fit(GroupsModel(), loader())
+
+
 @on_ranks(2)
 def test_training_equals_stock(rank: int, world_size: int, tmp_path: Path) -> None:
     """With AdamW, whose kernels weft leaves alone without a plan."""
