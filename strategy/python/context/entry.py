@@ -70,8 +70,8 @@ def parallelize_context(
 
     Raises:
         TypeError: `group` is not a process group.
-        ValueError: `attention` has another value, the module has no embedding, or the group's ranks are not in
-            ascending order, as "ring_ulysses" needs them.
+        ValueError: `attention` has another value, the module has no embedding or computes attention by
+            flex_attention, or the group's ranks are not in ascending order, as "ring_ulysses" needs them.
     """
     if attention not in ORDERS:
         raise ValueError(f"parallelize_context got attention={attention!r}; pass 'ring', 'ulysses' or 'ring_ulysses'.")
@@ -88,6 +88,13 @@ def parallelize_context(
         raise ValueError(
             f"parallelize_context got a {type(module).__name__} without an nn.Embedding, where the sequence of tokens "
             "begins; leave context parallelism out."
+        )
+    # transformers names the function in the configuration. torch compiles it, and traces no sharded sequence.
+    configs = [getattr(each, "config", None) for root in modules for each in root.modules()]
+    if any(getattr(config, "_attn_implementation", None) == "flex_attention" for config in configs):
+        raise ValueError(
+            f"parallelize_context got a {type(module).__name__} with attn_implementation='flex_attention', which takes "
+            "no sharded sequences; pass 'sdpa', or leave context parallelism out."
         )
     for each in modules:
         remove_context(each)

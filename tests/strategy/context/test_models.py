@@ -397,6 +397,8 @@ def test_errors() -> None:
         parallelize_context(Llama(LlamaArgs()), group.group_name)
     with pytest.raises(ValueError, match=r"got a Linear without an nn.Embedding"):
         parallelize_context(nn.Linear(2, 2), group)
+    with pytest.raises(ValueError, match=r"with attn_implementation='flex_attention', which takes no sharded"):
+        parallelize_context(language_model("llama", attn_implementation="flex_attention"), group)
     reverse = dist.new_group([0, 1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_process_group_ranks", lambda group: [1, 0])
