@@ -266,6 +266,16 @@ def test_halves_are_in_flight_while_the_others_compute(world_size: int) -> None:
     ], " ".join(order)
 
 
+@on_ranks(2)
+def test_selective_checkpoint_keeps_what_halves_have_exchanged(world_size: int) -> None:
+    model = language_model("mixtral")
+    parallelize_experts(model, expert_mesh(world_size))
+    checkpoint_activations(model, "selective")
+    with overlapping("always"):
+        logits = model(torch.randint(0, VOCAB, (1, 5))).logits
+        assert _calls(lambda: logits.sum().backward()) == Counter({"all_to_all": 2 * 4})  # four for each layer
+
+
 def _order_of_operators(function: Any) -> list[str]:
     """Return the operators of exchanges and products in the order of their calls."""
     names: list[str] = []
