@@ -104,7 +104,8 @@ class DataAxes:
         Call this after the parameters are on their final device: moving a DTensor removes its hooks.
 
         Raises:
-            ValueError: `zero_stage` needs unsharded parameters, and an earlier run or the user's code has used FSDP2.
+            ValueError: `zero_stage` needs unsharded parameters, and an earlier run or the user's code has used FSDP2;
+                or at stage 1 a module has sparse gradients.
         """
         if self.num_gradient_ranks == 1 or self.shards_parameters:
             return
@@ -114,7 +115,14 @@ class DataAxes:
                 f"{type(module).__name__} is fully sharded already; pass zero_stage=3 or 2, or build the model anew."
             )
         from weft.strategy.data_parallel import GradientReducer
+        from weft.strategy.data_parallel.sparse_gradients import sparse_parameters
 
+        sparse = next(iter(sparse_parameters(module).values()), None)
+        if self._zero_stage == 1 and self._shard_size > 1 and sparse is not None:
+            raise ValueError(
+                f"zero_stage=1 shards the states of dense gradients, and the gradient of '{sparse}' is sparse "
+                "(sparse=True); pass sparse=False to that module, or zero_stage=0."
+            )
         if module in self._reducers:
             self._reducers.pop(module).remove()
         self._reducers[module] = GradientReducer(module, self.group, experts=self._replicas.experts)

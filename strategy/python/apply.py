@@ -46,9 +46,10 @@ def parallelize(
     """Shard a model over the tensor-parallel axis of a mesh, in place.
 
     Parameters become DTensors on that axis and keep their names; they are sharded by the plan's rules, or replicated.
-    Parameters of modules with `ignore` rules, and of an nn.Embedding with max_norm, stay plain. Forwards compute on
-    local tensors with weft's operators. Afterwards, build the optimizer and apply FSDP2 (`fully_shard` over another
-    axis) and torch.compile. `parallelize` does not communicate: all ranks must pass models with equal values.
+    Parameters of modules with `ignore` rules, of an nn.Embedding with max_norm, and of modules with sparse=True (whose
+    gradients are sparse) stay plain. Forwards compute on local tensors with weft's operators. Afterwards, build the
+    optimizer and apply FSDP2 (`fully_shard` over another axis) and torch.compile. `parallelize` does not communicate:
+    all ranks must pass models with equal values.
 
     Args:
         model: a model of plain modules, on any device, meta included. Its buffers do not change, nor do parameters that
@@ -156,14 +157,15 @@ def _ignored_modules(model: nn.Module, assignments: Assignments) -> set[int]:
     """Return the ids of the modules that stay unchanged.
 
     These are the modules of `ignore` rules and those with adapted parameters (`has_adapted_parameter`), all modules
-    below them, and each nn.Embedding with max_norm, which writes to its weight in the forward: torch forbids that for a
-    view of a DTensor.
+    below them, each nn.Embedding with max_norm, which writes to its weight in the forward (torch forbids that for a
+    view of a DTensor), and each module with sparse=True, because torch has no DTensors with sparse gradients.
     """
     names = [name for name, a in assignments.styles.items() if a.style == "ignore"]
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.max_norm is not None)
+    sparse = (m for m in model.modules() if getattr(m, "sparse", False) is True)
     outermost = [model.get_submodule(name) for name in names]
     outermost += [module for module in model.modules() if has_adapted_parameter(module)]
-    return {id(inner) for module in outermost for inner in module.modules()} | {*map(id, embeddings)}
+    return {id(inner) for module in outermost for inner in module.modules()} | {*map(id, embeddings), *map(id, sparse)}
 
 
 def parameter_dims(model: nn.Module, assignments: Assignments) -> dict[int, int | None]:

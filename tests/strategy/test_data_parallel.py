@@ -170,8 +170,39 @@ def test_second_backward_before_finish_raises(rank: int, world_size: int) -> Non
     with pytest.raises(RuntimeError, match=r"'(weight|bias)' got a gradient from a second backward"):
         model(torch.ones(1, 2)).sum().backward()
     reducer.finish()
-    with pytest.raises(ValueError, match="the gradient of 'sparse' is sparse"):
-        GradientReducer(nn.ModuleDict({"sparse": nn.Embedding(4, 2, sparse=True)}), dist.group.WORLD)
+
+
+@on_ranks(1, 3)
+def test_sparse_gradients_are_averaged(rank: int, world_size: int) -> None:
+    """Ranks read other rows, equal rows twice, or none; a weight that a dense layer uses, too, is averaged dense."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {name: nn.Embedding(5, 2, sparse=True, dtype=torch.float64) for name in ("some", "tied", "no")}
+    )
+    model["head"] = nn.Linear(2, 5, bias=False, dtype=torch.float64)
+    model["head"].weight = model["tied"].weight
+    reducer = GradientReducer(model, dist.group.WORLD)
+    reference = copy.deepcopy(model)
+
+    def loss(each: nn.ModuleDict, of_rank: int) -> Tensor:
+        rows = torch.tensor([0, 0, of_rank])
+        result = each["head"](each["tied"](rows)).pow(2).sum()
+        return result if of_rank == 1 else result + each["some"](rows).pow(2).sum()
+
+    for _ in range(2):  # the second backward accumulates
+        with reducer.paused():
+            loss(model, rank).backward()
+        for each in range(world_size):
+            (loss(reference, each) / world_size).backward()
+    reducer.finish()
+    some, tied = model["some"].weight.grad, model["tied"].weight.grad
+    assert some is not None and some.is_sparse and (world_size == 1 or some.is_coalesced())
+    assert tied is not None and not tied.is_sparse and model["no"].weight.grad is None
+    torch.testing.assert_close(some.to_dense(), reference["some"].weight.grad.to_dense(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(tied, reference["tied"].weight.grad, rtol=1e-12, atol=1e-12)
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    torch.testing.assert_close(clip_gradients_by_norm(model.parameters(), 0.5), norm)
+    torch.testing.assert_close(some.to_dense(), reference["some"].weight.grad.to_dense(), rtol=1e-10, atol=1e-12)
 
 
 OPTIMIZERS = {

@@ -62,7 +62,7 @@ def clip_gradients_by_norm(
             "pass error_if_nonfinite=False."
         )
     factor = clipping_factor(total, max_norm)
-    for each in _by_dtype_and_device([local_shard(grad) for grad in grads]):
+    for each in _by_dtype_and_device([_stored(local_shard(grad)) for grad in grads]):
         torch._foreach_mul_(each, factor.to(each[0].dtype))
     return total
 
@@ -98,7 +98,8 @@ class GradientNorm:
         """
         by_axes: dict[tuple[_ShardAxis, ...], list[Tensor]] = {}
         for gradient in gradients:
-            by_axes.setdefault(_shard_axes(gradient), []).append(local_shard(gradient))
+            coalesced = gradient.coalesce() if gradient.is_sparse else gradient
+            by_axes.setdefault(_shard_axes(gradient), []).append(_stored(local_shard(coalesced)))
         for axes, locals_ in by_axes.items():
             self._add(axes, locals_)
 
@@ -161,6 +162,11 @@ def _shard_axes(grad: Tensor) -> tuple[_ShardAxis, ...]:
         if not placement.is_replicate() and mesh.size(axis_idx) > 1:
             found.append((mesh, axis_idx))
     return tuple(found)
+
+
+def _stored(local: Tensor) -> Tensor:
+    """Return the values of a sparse tensor, which share its memory; a dense tensor unchanged."""
+    return local._values() if local.is_sparse else local
 
 
 def _power(locals_: list[Tensor], norm_type: float) -> Tensor:

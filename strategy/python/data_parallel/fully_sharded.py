@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from weft.strategy.data_parallel.sparse_gradients import sparse_parameters
 from weft.strategy.deferred import materialize
 from weft.strategy.experts.layer import ShardedExperts
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
@@ -76,14 +77,16 @@ def apply_fsdp(
         The names of the units, outermost first; "" is the model.
 
     Raises:
-        ValueError: `fully_shard` was applied to the model before; `root_is_unit` is False and a parameter is in no
-            other unit; or a rule's precision or offload does not fit the units. Nothing has been changed then.
+        ValueError: `fully_shard` was applied to the model before; a module has sparse gradients; `root_is_unit` is
+            False and a parameter is in no other unit; or a rule's precision or offload does not fit the units. Nothing
+            has been changed then.
     """
     key = (mesh, reshard_after_forward, mp_policy, offload_policy, expert_mesh)
     marked = model.__dict__.get(_MARK)
     if marked is not None and marked[0] == key:
         return list(marked[1])
     _check_not_sharded(model)
+    _check_no_sparse_gradients(model)
     policy, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     state = state_of(model)
     if policy.param_dtype is not None and state is not None and state.precision is not None:
@@ -178,6 +181,15 @@ def _check_not_sharded(model: nn.Module) -> None:
                 f"apply_fsdp: fully_shard was applied to {shown} already, and weft applies it to the full model; "
                 "remove that call, or pass plan=None without zero_stage and do all sharding in your own code."
             )
+
+
+def _check_no_sparse_gradients(model: nn.Module) -> None:
+    name = next(iter(sparse_parameters(model).values()), None)
+    if name is not None:
+        raise ValueError(
+            f"apply_fsdp: the gradient of '{name}' is sparse (sparse=True), and FSDP2 reduces dense gradients; pass "
+            "sparse=False to that module, or zero_stage=0."
+        )
 
 
 def _check_units(model: nn.Module, names: list[str], dtype_overrides: dict[str, torch.dtype]) -> None:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.strategy.data_parallel.local import local_shard
 from weft.strategy.data_parallel.replica_groups import ReplicaGroups
+from weft.strategy.data_parallel.sparse_gradients import average_sparse_gradients, sparse_parameters
 
 _BUCKET_BYTES = 25 << 20
 _MAX_IN_FLIGHT = 2  # reductions that a backward leaves in flight
@@ -24,6 +25,7 @@ class _Bucket:
     parameters: list[Tensor]
     pending: set[Tensor]  # those whose gradient the current backward has not completed
     group: dist.ProcessGroup
+    is_sparse: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,7 +43,8 @@ class GradientReducer:
     are copied into buckets of at most 25 MiB, in reverse order of the parameters. A contiguous gradient that is alone
     in its bucket, as all above 25 MiB are, is reduced in place. After it starts a reduction, a backward waits until at
     most two are in flight; `finish` starts all remaining reductions at once. If only some ranks have a gradient of a
-    parameter, the average is over all ranks, counting zeros; if no rank has one, the parameter keeps none.
+    parameter, the average is over all ranks, counting zeros; if no rank has one, the parameter keeps none. Sparse
+    gradients are averaged in `finish`, by `average_sparse_gradients`.
 
     Call `finish` on all ranks after each backward whose gradients are to be averaged.
     """
@@ -56,22 +59,14 @@ class GradientReducer:
         """
         Args:
             experts: the ranks of `group` that hold the same experts, for parameters on the axis expert_parallel.
-
-        Raises:
-            ValueError: a module of the model has sparse gradients.
         """
-        for name, module in model.named_modules():
-            if getattr(module, "sparse", False) is True:
-                raise ValueError(
-                    f"GradientReducer: the gradient of '{name}' is sparse, and gradients are averaged dense; "
-                    "pass sparse=False to that module."
-                )
         self._group = group
         self._groups = ReplicaGroups(group, experts)
         self._is_paused = False
         self._next_bucket = 0
         self._has_local_gradients = False  # from a backward outside of `paused`, not averaged yet
         self._in_flight: deque[_Reduction] = deque()
+        self._sparse = sparse_parameters(model)
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
@@ -81,7 +76,11 @@ class GradientReducer:
 
     def _register(self, parameters: Iterable[Tensor]) -> None:
         """Add buckets and hooks for parameters that require gradients and are in no bucket yet."""
-        for bucket in _divide_into_buckets(list(parameters), self._bucket_bytes, self._groups):
+        added = list(parameters)
+        buckets = _divide_into_buckets([p for p in added if p not in self._sparse], self._bucket_bytes, self._groups)
+        sparse = [parameter for parameter in added if parameter in self._sparse]
+        buckets += [_Bucket([each], {each}, self._groups.of(each), is_sparse=True) for each in sparse]
+        for bucket in buckets:
             self._buckets.append(bucket)
             for parameter in bucket.parameters:
                 self._bucket_of[parameter] = bucket
@@ -136,6 +135,8 @@ class GradientReducer:
             with_gradient = {p for p, flag in zip(self._bucket_of, flags.tolist(), strict=True) if flag}
         while self._in_flight:
             self._finish_reduction(self._in_flight.popleft(), with_gradient)
+        sparse = [parameter for bucket in self._buckets if bucket.is_sparse for parameter in bucket.parameters]
+        average_sparse_gradients(sparse, self._group)
         self._next_bucket, self._has_local_gradients = 0, False
         for bucket in self._buckets:
             bucket.pending = set(bucket.parameters)
@@ -150,6 +151,8 @@ class GradientReducer:
 
     def _start_reduction(self, bucket: _Bucket) -> None:
         self._next_bucket += 1
+        if bucket.is_sparse:
+            return
         grads = [None if p.grad is None else local_shard(p.grad) for p in bucket.parameters]
         first = grads[0]
         in_place = len(grads) == 1 and first is not None and first.is_contiguous()
@@ -197,6 +200,9 @@ def _copy(copies: list[tuple[Tensor, Tensor]]) -> None:
 def average_gradient(parameter: Tensor, group: dist.ProcessGroup) -> None:
     """Average one complete gradient over `group` now, in place; collective."""
     assert parameter.grad is not None
+    if parameter.grad.is_sparse:
+        average_sparse_gradients([parameter], group)
+        return
     local = local_shard(parameter.grad).div_(group.size())
     reduced = local.contiguous()
     dist.all_reduce(reduced, group=group)
