@@ -49,6 +49,35 @@ def without_none(**arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
+@contextmanager
+def explaining_added_entries(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, `get_model_state_dict` of torch raises a ValueError that names an entry that a state_dict hook has added.
+
+    torch finds the module of each entry, and raises AttributeError for one that no module has.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        added = next((name for name in model.state_dict() if not _has_entry(model, name)), None)
+        if added is None:
+            raise
+        raise ValueError(
+            f"the state dict of the model has {added!r}, which a hook has added and no module has; a "
+            "checkpoint has shards of parameters and buffers only; add it in on_save_checkpoint, or make it a buffer."
+        ) from error
+
+
+def _has_entry(model: torch.nn.Module, name: str) -> bool:
+    value: Any = model
+    for part in name.split("."):
+        if part == "_extra_state":
+            return True
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+    return True
+
+
 def save_directory(
     checkpoint: dict[str, Any],
     path: Where,
@@ -211,7 +240,8 @@ def target_of_model(
     """Return the model's state, into which the entry `key` of a checkpoint is loaded."""
     from weft.strategy.optimizers.split_loading import splits_weights, target_for_loading
 
-    state: dict[str, Any] = get_model_state_dict(model)
+    with explaining_added_entries(model):
+        state: dict[str, Any] = get_model_state_dict(model)
     if not any(map(splits_weights, optimizers)):
         return state
     prefix = f"{key}."
@@ -322,7 +352,8 @@ def load_full_state(
     path: Where, saved: dict[str, Any], model: torch.nn.Module, strict: bool, full_model: FullModel | None
 ) -> None:
     """Load a state of unsharded tensors, from a checkpoint's file, into the model; see `load_file`."""
-    target = get_model_state_dict(model)
+    with explaining_added_entries(model):
+        target = get_model_state_dict(model)
     if full_model is not None:
         if strict:
             _check_names(path, saved, _names_of_all_stages(target, full_model))

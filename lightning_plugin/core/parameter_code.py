@@ -55,7 +55,7 @@ def _raise_incomplete(name: str) -> None:
 
 def _warn(name: str) -> None:
     warnings.warn(
-        f"weft: a gradient hook called parameters() of {_module_text(name)}, and with pipeline_cuts it gets only the "
+        f"weft: a hook called parameters() of {_module_text(name)}, and with pipeline_cuts it gets only the "
         "parameters of this rank's own stages; gradient_clip_val logs the norm of all gradients as gradient_norm.",
         stacklevel=4,
     )

@@ -14,10 +14,13 @@ from torch.optim import Optimizer
 from weft._plugin import trainer_checkpoints as checkpoints
 from weft._plugin.auto_layout import choose_layout
 from weft._plugin.averaging import Averaging
+from weft._plugin.checkpoint import explaining_added_entries
 from weft._plugin.collective_groups import named_group
 from weft._plugin.engine import Engine
+from weft._plugin.hook_parameters import HookParameters
 from weft._plugin.in_backward import check_optimizer_in_backward, clips_by_norm, is_overridden
 from weft._plugin.largest_batch import LargestBatch, find_largest_batch
+from weft._plugin.late_ties import LateTies
 from weft._plugin.loader_check import without_lockstep
 from weft._plugin.loaders import TrainerLoaders
 from weft._plugin.model_setup import apply_plan, join_weights, move_unsharded
@@ -67,6 +70,8 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         self._loaders = TrainerLoaders(self._engine, self)
         self._resuming = Resuming(self._engine, self)
         self._averaging = Averaging(self._engine, self)
+        self._hooks = HookParameters()
+        self._late_ties = LateTies()
         self._gradient_norm: Tensor | None = None
         self._is_fitting = False
         self._saves_in_background = False  # from on_train_start to on_train_end
@@ -148,6 +153,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         has_meta_tensors = self._shard_model()
         if self.plan is not None:
             self._wrap_gradient_hooks()
+            self._hooks.begin([self.lightning_module, *trainer.callbacks], self._module_in_stages())
         with self._plan_instead_of_configure_model():
             super().setup(trainer)
         engine.settle_states(self.optimizers)
@@ -160,6 +166,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         if self._is_fitting:
             engine.average_gradients_of(self.model)
             self._averaging.begin()
+        self._late_ties.record(self.model)
         engine.memory_watch.begin(self.model, *self.optimizers)
         if steps_in_backward:
             self._step_in_backward(trainer)
@@ -246,6 +253,8 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
     def on_train_start(self) -> None:
         """Synchronize random states again: hooks since setup may have drawn numbers on some ranks only."""
         super().on_train_start()
+        if self._engine.data_axes.shards_parameters or self._engine.pipeline is not None:
+            self._late_ties.check(self.model)
         self._engine.broadcast_random_state()
         self._engine.end_summary.begin(self.lightning_module.trainer.accumulate_grad_batches)
         self._saves_in_background = self._engine.options.async_save
@@ -286,6 +295,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         background.free_copies()
         self._engine.end_run()
         self._stages.end_steps()
+        self._hooks.end()
         for name in ("clip_gradients", "clip_grad_by_norm", *CALL_GRADIENT_HOOKS):
             vars(self.precision_plugin).pop(name, None)
         super().teardown()
@@ -407,9 +417,10 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state that this rank saves; only the last stage saves modules outside of the stages."""
-        if self.plan is not None and self._saves_in_background and self._save_distributed_checkpoint:
-            return self._stages.own_state(get_model_state_dict(self.model))  # not copied to the CPU yet
-        return self._stages.own_state(super().lightning_module_state_dict())
+        with explaining_added_entries(self.model):
+            if self.plan is not None and self._saves_in_background and self._save_distributed_checkpoint:
+                return self._stages.own_state(get_model_state_dict(self.model))  # not copied to the CPU yet
+            return self._stages.own_state(super().lightning_module_state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state for `save_checkpoint`; collective."""

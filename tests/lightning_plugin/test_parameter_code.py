@@ -149,7 +149,7 @@ def test_reading_all_parameters_with_pipeline_raises_or_warns(rank: int, world_s
             with pytest.raises(ValueError, match=r"a step called parameters\(\) of the module, and with pipeline_cuts"):
                 run.fit(module, loader)
         else:
-            with pytest.warns(UserWarning, match=r"a gradient hook called parameters\(\) of the module"):
+            with pytest.warns(UserWarning, match=r"a hook called parameters\(\) of the module"):
                 run.fit(module, loader)
         assert len(list(module.parameters())) == 2  # the end of the run has removed the check
 

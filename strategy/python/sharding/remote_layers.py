@@ -86,6 +86,31 @@ def placeholder_parameters(model: nn.Module, device: torch.device) -> Iterator[l
             layer._parameters.clear()
 
 
+@contextlib.contextmanager
+def counted_parameters(model: nn.Module, skeleton: nn.Module) -> Iterator[None]:
+    """Inside, each RemoteLayer has a meta parameter for each parameter of its layer, so that counts are those of all.
+
+    A parameter that this stage holds, too, such as a tied one, is left out.
+
+    skeleton: the copy of the full model, with `model`'s names, of which the RemoteLayers have their layers.
+    """
+    own = {name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    full = dict(skeleton.named_parameters(remove_duplicate=False))
+    added: dict[int, nn.Parameter | None] = {id(full[name]): None for name in own if name in full}
+    remote_layers = [module for module in model.modules() if type(module) is RemoteLayer]
+    for layer in remote_layers:
+        for name, parameter in layer.__dict__["_weft_skeleton"].named_parameters():
+            if id(parameter) not in added:
+                meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                added[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+            layer._parameters[name] = added[id(parameter)]
+    try:
+        yield
+    finally:
+        for layer in remote_layers:
+            layer._parameters.clear()
+
+
 def names_with_remote_layers(model: nn.Module) -> list[str]:
     """Return the names of a model's modules, including layers on other stages, in the order of the full model."""
     names: list[str] = []
