@@ -70,12 +70,13 @@ build/dev/.installed: $(VENV)/.packages pyproject.toml setup.py CMakePresets.jso
 	$(VENV)/bin/uv pip install --quiet --python $(PY) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# Generates the tables of docs/operators.md and docs/verification.md, the timelines of docs/schedules.md, and
-# docs/benchmarks/gpu.md.
+# Generates the tables of docs/operators.md, docs/verification.md and docs/drop_in_features.md, the timelines of
+# docs/schedules.md, and docs/benchmarks/gpu.md.
 docs: build
 	$(PY) docs/generate_operators.py
 	$(PY) docs/generate_pipeline.py
 	OMP_NUM_THREADS=1 $(PY) docs/generate_verification.py
+	$(PY) docs/generate_drop_in.py
 	$(PY) benchmarks/gpu --page
 
 # Builds the documentation as a website in build/site; a warning, such as a dead link, is an error.
