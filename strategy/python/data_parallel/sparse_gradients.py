@@ -26,10 +26,9 @@ def sparse_parameters(model: nn.Module) -> dict[Tensor, str]:
 def average_sparse_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Replace each gradient by its average over a group; collective, and on CUDA it waits for the device.
 
-    The average of sparse gradients is sparse and coalesced: the ranks' rows are all-gathered, and each
-    rank adds equal rows. A rank without a gradient counts as zeros; if no rank
-    has one, the parameter keeps none. If a rank's gradient is dense, because the parameter is used in other modules,
-    too, the average is dense.
+    The average of sparse gradients is sparse and coalesced: the ranks' rows are all-gathered, and each rank adds equal
+    rows. A rank without a gradient counts as zeros; if no rank has one, the parameter keeps none. If a rank's gradient
+    is dense, because the parameter is used in other modules, too, the average is dense.
 
     parameters: plain tensors, in the same order on all ranks.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lightning_plugin.drop_in.features import FEATURES, Feature, Function
 from lightning_plugin.drop_in.models import LAYOUTS, assert_same
-from lightning_plugin.drop_in.trainer_runs import modes, monitors
+from lightning_plugin.drop_in.trainer_runs import loaders, modes, monitors
 
 from support.ranks import run_on_ranks
 
@@ -23,8 +23,8 @@ def _found(function: Function, layout: str) -> list[dict[str, Any]]:
 
 
 def _marks(feature: Feature, layout: str) -> list[pytest.MarkDecorator]:
-    """Leave out of `make test` what data-parallel ranks do not change: reports, and the modes of a run."""
-    is_left_out = layout == "dp2,tp2" and feature.function in (monitors, modes)
+    """Leave out of `make test` what data-parallel ranks do not change, and the loaders of one data-parallel rank."""
+    is_left_out = feature.function in {"dp2,tp2": (monitors, modes), "tp2": (loaders,)}.get(layout, ())
     return [pytest.mark.extended] if is_left_out else []
 
 
