@@ -346,6 +346,7 @@ def test_offloaded_inputs_leave_the_device() -> None:
 @pytest.mark.parametrize("has_prefix", [False, True])
 def test_recomputation_finds_caches_as_they_were(policy: str, has_prefix: bool) -> None:
     """Models of Transformers add each call's keys and values to a cache, which may have a prefix, also in training."""
+    pytest.importorskip("transformers")
     torch.manual_seed(0)
     expected_model = language_model("llama").train()
     assert expected_model.config.use_cache
