@@ -63,7 +63,10 @@ py::tuple cluster_state(const Cluster& cluster) {
                  device.bytes_per_second,
                  device.seconds_per_kernel,
                  device.overlaps),
-      std::tuple(cluster.devices_per_host, cluster.cores_per_host, cluster.device_bytes),
+      std::tuple(cluster.devices_per_host,
+                 cluster.cores_per_host,
+                 cluster.device_bytes,
+                 cluster.seconds_per_wait),
       std::pair(cluster.within_host.seconds_per_message, cluster.within_host.bytes_per_second),
       std::pair(cluster.across_hosts.seconds_per_message, cluster.across_hosts.bytes_per_second),
       std::tuple(cluster.copy_bytes_per_second, cluster.host_bytes_per_second, cluster.host_bytes),
@@ -73,8 +76,8 @@ py::tuple cluster_state(const Cluster& cluster) {
 Cluster cluster_of_state(const py::tuple& state) {
   const auto [float32_flops, half_flops, bytes_per_second, seconds_per_kernel, overlaps] =
       state[1].cast<std::tuple<double, double, double, double, bool>>();
-  const auto [devices_per_host, cores_per_host, device_bytes] =
-      state[2].cast<std::tuple<int64_t, double, int64_t>>();
+  const auto [devices_per_host, cores_per_host, device_bytes, seconds_per_wait] =
+      state[2].cast<std::tuple<int64_t, double, int64_t, double>>();
   const auto [copy_bytes_per_second, host_bytes_per_second, host_bytes] =
       state[5].cast<std::tuple<double, double, int64_t>>();
   const auto link_of = [&](std::size_t idx) {
@@ -92,6 +95,7 @@ Cluster cluster_of_state(const py::tuple& state) {
           .device_bytes = device_bytes,
           .within_host = link_of(3),
           .across_hosts = link_of(4),
+          .seconds_per_wait = seconds_per_wait,
           .copy_bytes_per_second = copy_bytes_per_second,
           .host_bytes_per_second = host_bytes_per_second,
           .host_bytes = host_bytes,
@@ -226,6 +230,7 @@ void bind_tuning(py::module_& module) {
             self.across_hosts = {.seconds_per_message = value.first,
                                  .bytes_per_second = value.second};
           })
+      .def_readwrite("seconds_per_wait", &Cluster::seconds_per_wait)
       .def_readwrite("layer_times", &Cluster::layer_times)
       .def("slowdown", &slowdown, py::arg("num_devices"))
       .def("all_gather_seconds",

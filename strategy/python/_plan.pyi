@@ -253,12 +253,12 @@ class Cluster:
     `Cluster(name)` has the rates of one of `Cluster.names()`; ValueError: another name. `float32_flops` and
     `half_flops`: operations per second of matrix products. `bytes_per_second`: of a device's memory. `overlaps`:
     whether collectives of data-parallel ranks run while the device computes. `host_link` and `network_link`: (seconds
-    of a message, bytes per second that a device sends) within a host and across hosts. `device_bytes`: the memory of a
-    device. `copy_bytes_per_second`: between a device and CPU memory, in each direction at once;
-    `host_bytes_per_second` and `host_bytes`: of the CPU memory of a host; all three are 0 for CPU ranks.
-    `cores_per_host`: how many operators run on a host at once as fast as one alone, if the devices are
-    processes of a CPU; 0: devices do not slow each other. `layer_times`: measured on a device that computes alone;
-    None: the times of layers follow from the rates.
+    of a message, bytes per second that a device sends) within a host and across hosts. `seconds_per_wait`: of each
+    collective until the last rank calls it, beside the messages. `device_bytes`: the memory of a device.
+    `copy_bytes_per_second`: between a device and CPU memory, in each direction at once; `host_bytes_per_second` and
+    `host_bytes`: of the CPU memory of a host; all three are 0 for CPU ranks. `cores_per_host`: how many operators run
+    on a host at once as fast as one alone, if the devices are processes of a CPU; 0: devices do not slow each other.
+    `layer_times`: measured on a device that computes alone; None: the times of layers follow from the rates.
     """
 
     devices_per_host: int
@@ -274,6 +274,7 @@ class Cluster:
     overlaps: bool
     host_link: tuple[float, float]
     network_link: tuple[float, float]
+    seconds_per_wait: float
     layer_times: LayerTimes | None
 
     def __init__(self, name: str) -> None: ...

@@ -183,7 +183,7 @@ def _measured_facts() -> list[Fact]:
     except (RuntimeError, TimeoutError, OSError) as error:
         text = str(error).strip().splitlines()[0]
         return [Fact("backend weft", "failed", f"Two CPU ranks cannot compute together: {text}.")]
-    seconds, rate = found.idle_message_seconds, found.host_link[1]
+    seconds, rate = found.host_link
     return [
         Fact("backend weft", f"{seconds * 1e6:.1f} us for a message, {rate / 1e9:.2f} GB/s between two CPU ranks"),
         Fact("a core", f"{found.float32_flops / 1e9:.0f} GFLOP/s in float32, {found.half_flops / 1e9:.0f} in bfloat16"),

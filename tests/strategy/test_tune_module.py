@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import pickle
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -369,8 +370,10 @@ def test_profile_is_a_cluster() -> None:
 
 
 def test_profiles_are_yaml() -> None:
-    found = HostProfile(1e11, 2e11, 1e10, 4e-6, 1.5, 10**9, (1e-5, 3e9))
+    found = HostProfile(1e11, 2e11, 1e10, 4e-6, 1.5, 10**9, (1e-5, 3e9), 2e-4)
     assert yaml.safe_load(str(found)) == found.to_dict()
+    cluster = pickle.loads(pickle.dumps(read_cluster(found.to_dict())))
+    assert (cluster.host_link, cluster.seconds_per_wait) == ((1e-5, 3e9), 2e-4)
     assert "host_link" not in dataclasses.replace(found, host_link=(0.0, 0.0)).to_dict()
 
 

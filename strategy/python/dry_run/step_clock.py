@@ -67,6 +67,7 @@ class StepClock:
         self._cluster = cluster
         self._one_host: Cluster = pickle.loads(pickle.dumps(cluster))
         self._one_host.devices_per_host = 1 << 30
+        self._one_host.seconds_per_wait = 0.0
         self._operators = operators
         self._slowdown = cluster.slowdown(num_ranks)
         self._tensor_size = tensor_size

@@ -28,14 +28,14 @@ _SAMPLE_SECONDS = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class HostProfile:
-    """The rates of this host; their names are those of `Cluster`, except for the last.
+    """The rates of this host; their names are those of `Cluster`.
 
     Attributes:
         device_bytes: an equal share of the host's memory for each rank.
         host_link: seconds of a message and bytes per second, with which a ring would take the measured times of
-            all-reduces; (0, 0): there was one rank. The seconds contain what ranks wait for each other if they compute
-            in between, which is longer than the message if they share cores.
-        idle_message_seconds: of a message between ranks that do nothing else.
+            all-reduces among ranks that do nothing else; (0, 0): there was one rank.
+        seconds_per_wait: how much longer an all-reduce takes among ranks that compute in between, and that do not
+            arrive at once, above all if they share cores.
     """
 
     float32_flops: float
@@ -45,13 +45,12 @@ class HostProfile:
     cores_per_host: float
     device_bytes: int
     host_link: tuple[float, float]
-    idle_message_seconds: float = 0.0
+    seconds_per_wait: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a file for `weft tune --cluster`."""
         rates: dict[str, Any] = {"like": "cpu"}
         numbers = {name: value for name, value in vars(self).items() if isinstance(value, float)}
-        del numbers["idle_message_seconds"]
         rates |= {name: float(f"{value:.4g}") for name, value in numbers.items()}
         rates["device_bytes"] = self.device_bytes
         if self.host_link[1]:
@@ -81,14 +80,13 @@ def profile_host(num_ranks: int) -> HostProfile:
     together: dict[str, float] = launch(_measure_together, None, num_ranks, _TIMEOUT_SECONDS)
     messages = 2 * (num_ranks - 1)
     transfer = max((together["large_seconds"] - together["small_seconds"]) / messages, 1e-9)
-    per_message = max(together["small_seconds"], together["skewed_seconds"]) / messages
-    link = (per_message, _LARGE_BYTES / num_ranks / transfer)
+    link = (together["small_seconds"] / messages, _LARGE_BYTES / num_ranks / transfer)
     return HostProfile(
         **alone,
         cores_per_host=num_ranks / together["slowdown"],
         device_bytes=host_bytes() // num_ranks,
         host_link=link,
-        idle_message_seconds=together["small_seconds"] / messages,
+        seconds_per_wait=max(0.0, together["skewed_seconds"] - together["small_seconds"]),
     )
 
 

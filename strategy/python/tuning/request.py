@@ -28,6 +28,7 @@ _NUMBERS = (
     "half_flops",
     "bytes_per_second",
     "seconds_per_kernel",
+    "seconds_per_wait",
     *_HOSTS,
 )
 _COUNTS = ("devices_per_host", "device_bytes", "host_bytes")

@@ -62,14 +62,15 @@ Cluster cpu_cluster() {
           .across_hosts = {.seconds_per_message = 3e-5, .bytes_per_second = 1.25e9}};
 }
 
-double ring_seconds(const Group& group, double num_bytes) {
+// Returns the seconds of `num_rings` times n - 1 messages of an n-th of the bytes.
+double ring_seconds(const Group& group, double num_bytes, double num_rings) {
   if (group.num_ranks == 1) {
     return 0;
   }
-  const auto num_messages = static_cast<double>(group.num_ranks - 1);
+  const auto num_messages = num_rings * static_cast<double>(group.num_ranks - 1);
   const double message_bytes = num_bytes / static_cast<double>(group.num_ranks);
-  return num_messages *
-         (group.link.seconds_per_message + message_bytes / group.link.bytes_per_second);
+  return group.seconds_per_wait + num_messages * (group.link.seconds_per_message +
+                                                  message_bytes / group.link.bytes_per_second);
 }
 
 }  // namespace
@@ -126,7 +127,9 @@ double slowdown(const Cluster& cluster, int64_t num_devices) {
 Group group_of(const Cluster& cluster, int64_t num_ranks, int64_t stride) {
   const int64_t num_per_host = std::max<int64_t>(1, cluster.devices_per_host / stride);
   if (num_ranks <= num_per_host) {
-    return {.num_ranks = num_ranks, .link = cluster.within_host};
+    return {.num_ranks = num_ranks,
+            .link = cluster.within_host,
+            .seconds_per_wait = cluster.seconds_per_wait};
   }
   const double own_links =
       static_cast<double>(num_per_host) * cluster.across_hosts.bytes_per_second;
@@ -134,19 +137,20 @@ Group group_of(const Cluster& cluster, int64_t num_ranks, int64_t stride) {
       num_per_host == 1 ? own_links : std::min(own_links, cluster.within_host.bytes_per_second);
   return {.num_ranks = num_ranks,
           .link = {.seconds_per_message = cluster.across_hosts.seconds_per_message,
-                   .bytes_per_second = bytes_per_second}};
+                   .bytes_per_second = bytes_per_second},
+          .seconds_per_wait = cluster.seconds_per_wait};
 }
 
 double all_gather_seconds(const Group& group, double num_bytes) {
-  return ring_seconds(group, num_bytes);
+  return ring_seconds(group, num_bytes, 1);
 }
 
 double reduce_scatter_seconds(const Group& group, double num_bytes) {
-  return ring_seconds(group, num_bytes);
+  return ring_seconds(group, num_bytes, 1);
 }
 
 double all_reduce_seconds(const Group& group, double num_bytes) {
-  return 2 * ring_seconds(group, num_bytes);
+  return ring_seconds(group, num_bytes, 2);
 }
 
 }  // namespace weft::strategy

@@ -45,6 +45,17 @@ TEST(Cluster, RingsSendAllChunksButOne) {
   EXPECT_EQ(all_reduce_seconds({.num_ranks = 1, .link = {}}, 400), 0);
 }
 
+TEST(Cluster, EachCollectiveWaitsOnceForTheLastRank) {
+  Cluster cluster = two_hosts();
+  cluster.seconds_per_wait = 0.5;
+  const Group group = group_of(cluster, 4, 1);
+  EXPECT_DOUBLE_EQ(all_gather_seconds(group, 400), 0.5 + 3 * (1 + 1));
+  EXPECT_DOUBLE_EQ(reduce_scatter_seconds(group, 400), 0.5 + 3 * (1 + 1));
+  EXPECT_DOUBLE_EQ(all_reduce_seconds(group, 400), 0.5 + 6 * (1 + 1));
+  EXPECT_DOUBLE_EQ(all_gather_seconds(group_of(cluster, 2, 4), 400), 0.5 + 10 + 10);
+  EXPECT_EQ(all_reduce_seconds(group_of(cluster, 1, 1), 400), 0);
+}
+
 TEST(Cluster, NamesHaveClusters) {
   for (const std::string& name : cluster_names()) {
     const Cluster cluster = named_cluster(name);

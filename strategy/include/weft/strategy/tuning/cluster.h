@@ -38,6 +38,9 @@ struct Cluster {
   int64_t device_bytes = 0;  // the memory of a device
   LinkRates within_host;
   LinkRates across_hosts;  // of one device; the devices of a host have links of their own
+  // What a collective takes until the last rank calls it, beside the messages: processes that take
+  // turns on a core do not arrive at once. An all-gather waits for it as long as an all-reduce.
+  double seconds_per_wait = 0;
   // For optimizer states in CPU memory. All 0: the devices are CPU ranks, whose states are there.
   double copy_bytes_per_second = 0;  // between a device and CPU memory, in each direction at once
   double host_bytes_per_second = 0;  // of a host's CPU memory, reads and writes of all its devices
@@ -73,7 +76,8 @@ double slowdown(const Cluster& cluster, int64_t num_devices);
 // the input of a reduce-scatter, of the tensor of an all-reduce.
 struct Group {
   int64_t num_ranks = 1;
-  LinkRates link;  // between neighbours of a ring
+  LinkRates link;               // between neighbours of a ring
+  double seconds_per_wait = 0;  // as of Cluster
 };
 
 // Returns the group of `num_ranks` ranks with the distance `stride` between neighbours. A group
@@ -82,7 +86,8 @@ struct Group {
 Group group_of(const Cluster& cluster, int64_t num_ranks, int64_t stride);
 
 // The seconds of ring algorithms (Patarasuk and Yuan 2009): each rank sends (n - 1) / n of the
-// bytes in n - 1 messages; an all-reduce is a reduce-scatter and an all-gather.
+// bytes in n - 1 messages; an all-reduce is a reduce-scatter and an all-gather. Each of the three
+// waits once for the last rank.
 double all_gather_seconds(const Group& group, double num_bytes);
 double reduce_scatter_seconds(const Group& group, double num_bytes);
 double all_reduce_seconds(const Group& group, double num_bytes);
