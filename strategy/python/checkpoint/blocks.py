@@ -184,21 +184,44 @@ class Blocks:
             rows, columns: the first index and the end (exclusive) of the region, which has elements, in the chunk.
             max_bytes: of a span, unless a block is larger.
         """
+        for band in self.bands(rows, columns, max_bytes, max_bytes):
+            yield from band
+
+    def bands(
+        self, rows: tuple[int, int], columns: tuple[int, int], max_bytes: int, min_read_bytes: int
+    ) -> Iterator[list[Span]]:
+        """Yield the blocks that have elements of a region, as spans of the same rows in consecutive panels.
+
+        A tensor is written faster by the rows of many panels than by all rows of one panel after another: the rows of
+        a panel are on as many pages as there are rows, more than the processor keeps translations of.
+
+        Args:
+            rows, columns: as of `spans`.
+            max_bytes: of a band, unless a block is larger.
+            min_read_bytes: of a span, if the rows are enough: fewer bytes are slow to read.
+        """
         first_block = rows[0] // self.block_rows
         end_block = -(-rows[1] // self.block_rows)
         width = self.panel_columns
-        step = max(max_bytes // max(self.block_rows * self.row_bytes, 1), 1)
-        for panel in range(columns[0] // width, -(-columns[1] // width)):
+        first_panel, end_panel = columns[0] // width, -(-columns[1] // width)
+        block_bytes = max(self.block_rows * self.row_bytes, 1)
+        span_bytes = min(max(max_bytes // (end_panel - first_panel), min_read_bytes), max_bytes)
+        step = max(span_bytes // block_bytes, 1)
+        num_panels = max(max_bytes // (step * block_bytes), 1)  # of a band
+        for panel in range(first_panel, end_panel, num_panels):
             for block in range(first_block, end_block, step):
                 first_row = block * self.block_rows
                 end_row = min(min(block + step, end_block) * self.block_rows, self.num_rows)
-                yield Span(
-                    (panel * self.num_rows + first_row) * self.row_bytes,
-                    (end_row - first_row) * self.row_bytes,
-                    panel * self.blocks_per_panel + block,
-                    (first_row, end_row),
-                    (panel * width, (panel + 1) * width),
-                )
+                yield [
+                    Span(
+                        (each * self.num_rows + first_row) * self.row_bytes,
+                        (end_row - first_row) * self.row_bytes,
+                        each * self.blocks_per_panel + block,
+                        (first_row, end_row),
+                        (each * width, (each + 1) * width),
+                    )
+                    for each in range(panel, min(panel + num_panels, end_panel))
+                ]
 
     def damaged(self, span: Span, data: memoryview, expected: Sequence[int]) -> int | None:
         """Return the index of the first block of a span whose bytes do not have its checksum; None: all have it.

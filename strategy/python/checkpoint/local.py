@@ -18,6 +18,7 @@ _READ_BYTES = 4 << 20  # at a time: small enough to stay in a cache between chec
 class LocalInputFiles:
     """The files of a directory; see `InputFiles`."""
 
+    min_bytes = 64 << 10
     max_bytes = _READ_BYTES
 
     def __init__(self, path: Path) -> None:

@@ -23,9 +23,10 @@ class InputFiles(Protocol):
     """The files of a checkpoint, open for reading.
 
     Attributes:
-        max_bytes: the most bytes that a call of `read_into` reads fast.
+        min_bytes, max_bytes: the fewest and the most bytes that a call of `read_into` reads fast.
     """
 
+    min_bytes: int
     max_bytes: int
 
     def read_into(self, name: str, start: int, memory: memoryview) -> int:

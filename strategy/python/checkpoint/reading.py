@@ -140,38 +140,50 @@ class ChunkReader(StorageReader):
         rows = (offsets[0], offsets[0] + sizes[0]) if sizes else (0, 1)
         columns = (offsets[1], offsets[1] + sizes[1]) if len(sizes) > 1 else (0, 1)
         trailing = tuple(slice(first, first + size) for first, size in zip(offsets[2:], sizes[2:], strict=True))
-        for span in blocks.spans(rows, columns, self._files.max_bytes):
-            data = self._read_span(name, chunk, span)
+        for band in blocks.bands(rows, columns, self._files.max_bytes, self._files.min_bytes):
+            data = self._read_band(name, chunk, band).view(dtype)
             if not sizes:
-                target.copy_(data.view(dtype).view(()))
+                target.copy_(data.view(()))
                 continue
-            common = (max(rows[0], span.rows[0]), min(rows[1], span.rows[1]))
-            from_rows = slice(common[0] - span.rows[0], common[1] - span.rows[0])
+            first, last = band[0], band[-1]
+            common = (max(rows[0], first.rows[0]), min(rows[1], first.rows[1]))
+            from_rows = slice(common[0] - first.rows[0], common[1] - first.rows[0])
             to_rows = slice(common[0] - rows[0], common[1] - rows[0])
             if len(sizes) == 1:
-                target[to_rows].copy_(data.view(dtype)[from_rows])
+                target[to_rows].copy_(data[from_rows])
                 continue
-            values = data.view(dtype).view(span.rows[1] - span.rows[0], blocks.panel_columns, *blocks.shape[2:])
-            common = (max(columns[0], span.columns[0]), min(columns[1], span.columns[1]))
-            from_columns = slice(common[0] - span.columns[0], common[1] - span.columns[0])
-            to_columns = slice(common[0] - columns[0], common[1] - columns[0])
-            source = (from_rows, from_columns, *trailing)
-            target[to_rows, to_columns].copy_(values[source])
+            num_rows = first.rows[1] - first.rows[0]
+            region = (slice(None), from_rows, slice(None), *trailing)
+            panels = data.view(len(band), num_rows, blocks.panel_columns, *blocks.shape[2:])[region]
+            if columns[0] <= first.columns[0] and last.columns[1] <= columns[1]:
+                to_columns = slice(first.columns[0] - columns[0], last.columns[1] - columns[0])
+                into = target[to_rows, to_columns].unflatten(1, (len(band), blocks.panel_columns))
+                into.copy_(panels.transpose(0, 1))
+                continue
+            for span, values in zip(band, panels, strict=True):
+                common = (max(columns[0], span.columns[0]), min(columns[1], span.columns[1]))
+                from_columns = slice(common[0] - span.columns[0], common[1] - span.columns[0])
+                to_columns = slice(common[0] - columns[0], common[1] - columns[0])
+                target[to_rows, to_columns].copy_(values[:, from_columns])
 
-    def _read_span(self, name: str, chunk: StoredChunk, span: Span) -> Tensor:
-        """Return the bytes of a span; the next call overwrites them."""
-        if self._buffer.numel() < span.num_bytes:
-            self._buffer = torch.empty(span.num_bytes, dtype=torch.uint8)
-        data = self._buffer[: span.num_bytes]
+    def _read_band(self, name: str, chunk: StoredChunk, band: Sequence[Span]) -> Tensor:
+        """Return the bytes of spans of one size, one after another; the next call overwrites them."""
+        num_bytes = band[0].num_bytes
+        if self._buffer.numel() < len(band) * num_bytes:
+            self._buffer = torch.empty(len(band) * num_bytes, dtype=torch.uint8)
+        data = self._buffer[: len(band) * num_bytes]
         memory = bytes_of(data)
-        start = chunk.start + span.first_byte
-        self._read_bytes(chunk.file, start, memory)
-        ChunkReader.num_bytes_read += span.num_bytes
-        if self._verify and (block := chunk.blocks.damaged(span, memory, self._checksums(name, chunk))) is not None:
-            raise ValueError(
-                f"the checkpoint's file {path_in(self.location, chunk.file)!r} is damaged: block {block} of {name!r}, "
-                f"which begins at byte {chunk.start}, does not have its checksum; load another checkpoint."
-            )
+        checksums = self._checksums(name, chunk) if self._verify else ()
+        for idx, span in enumerate(band):
+            of_span = memory[idx * num_bytes : (idx + 1) * num_bytes]
+            self._read_bytes(chunk.file, chunk.start + span.first_byte, of_span)
+            if self._verify and (block := chunk.blocks.damaged(span, of_span, checksums)) is not None:
+                raise ValueError(
+                    f"the checkpoint's file {path_in(self.location, chunk.file)!r} is damaged: block {block} of "
+                    f"{name!r}, which begins at byte {chunk.start}, does not have its checksum; load another "
+                    "checkpoint."
+                )
+        ChunkReader.num_bytes_read += len(band) * num_bytes
         return data
 
     def _checksums(self, name: str, chunk: StoredChunk) -> Sequence[int]:
@@ -194,7 +206,7 @@ class ChunkReader(StorageReader):
         blocks = chunk.blocks
         if blocks.num_bytes > 0:
             for span in blocks.spans((0, blocks.num_rows), (0, blocks.num_columns), self._files.max_bytes):
-                self._read_span(name, chunk, span)
+                self._read_band(name, chunk, [span])
 
     def check_header(self, file: str) -> None:
         """Raise ValueError if the header of a file, or all of a file without tensors, is damaged; compared once."""

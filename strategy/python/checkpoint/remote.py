@@ -38,7 +38,7 @@ _WITHOUT_OBJECTS = frozenset(
 class RemoteInputFiles:
     """The files below a URL; see `InputFiles`."""
 
-    max_bytes = _READ_BYTES
+    min_bytes = max_bytes = _READ_BYTES
 
     def __init__(self, location: RemoteLocation) -> None:
         self._location = location

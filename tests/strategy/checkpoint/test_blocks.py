@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -63,12 +64,18 @@ def test_spans_cover_a_region_once(shape: list[int], itemsize: int, data: st.Dat
     region_rows = (first_row, data.draw(st.integers(first_row + 1, rows)))
     region_columns = (first_column, data.draw(st.integers(first_column + 1, columns)))
     max_bytes = data.draw(st.sampled_from([1, 64 * KIB, 4096 * KIB]))
+    min_read_bytes = data.draw(st.sampled_from([1, 64 * KIB, max_bytes]))
     found = torch.zeros(rows, columns, dtype=torch.int32)
     order = torch.arange(rows * columns, dtype=torch.int32).reshape(rows, columns)
     data, _ = _stored(order, Blocks((rows, columns), 4, blocks.num_panels, blocks.block_rows))
     stored = torch.frombuffer(bytearray(data), dtype=torch.int32)
     trailing = blocks.num_bytes // (rows * columns)  # bytes at each row and column
-    for span in blocks.spans(region_rows, region_columns, max_bytes):
+    bands = list(blocks.bands(region_rows, region_columns, max_bytes, min_read_bytes))
+    for band in bands:
+        assert len({(span.rows, span.num_bytes) for span in band}) == 1
+        assert all(before.columns[1] == after.columns[0] for before, after in itertools.pairwise(band))
+        assert len(band) == 1 or sum(span.num_bytes for span in band) <= max_bytes
+    for span in itertools.chain(*bands):
         block_bytes = blocks.block_rows * blocks.row_bytes
         assert 0 < span.num_bytes <= max(max_bytes, block_bytes)
         assert span.first_byte % trailing == span.num_bytes % trailing == 0
