@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from weft import _memory
+from weft.strategy.dry_run.leaves import leaves_of
 from weft.strategy.dry_run.ledger import TensorLedger
 from weft.strategy.dry_run.messages import SentMessages, channel_of
 from weft.strategy.dry_run.staging import Staging
@@ -72,6 +74,7 @@ _THROUGH = frozenset(
     )
 )
 _OF_EXPERTS = ("grouped_linear", "_moe_dispatch")  # whose results depend on the choice of experts
+_DEVICE = torch.ops.prim.device.default
 _EMPTY = ("empty", "new_empty")  # the operators whose results are written later
 # Fused steps change their arguments in place, and return nothing that is new.
 _FUSED_STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
@@ -166,6 +169,10 @@ class CountingMode(TorchDispatchMode):
             self._keeps_integers = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            # The most frequent call: torch reads the device of each tensor in the backward. This is the answer of
+            # FakeTensorMode.
+            return torch.device("meta") if args[0].fake_mode.in_kernel_invocation else args[0].fake_device
         kwargs = kwargs or {}
         if any(not issubclass(cls, FakeTensor) for cls in types):
             return NotImplemented  # a DTensor calls this operator, or others, for its local shard
@@ -194,8 +201,7 @@ class CountingMode(TorchDispatchMode):
         active: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         if active is not None and active is not self._fake_mode:
             return active
-        leaves = tree_leaves((args, kwargs))
-        return next((leaf.fake_mode for leaf in leaves if is_recorded(leaf)), None)
+        return next((leaf.fake_mode for leaf in leaves_of((args, kwargs)) if is_recorded(leaf)), None)
 
     def _in_mode(self, mode: FakeTensorMode, values: Any) -> Any:
         """Return arguments in which tensors of a recording replace those of the dry run, which are real in training."""
@@ -227,7 +233,7 @@ class CountingMode(TorchDispatchMode):
             self.assumes_balanced_routing |= name in _OF_EXPERTS
             with self:
                 return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         if func in _VALUE_READS and isinstance(args[0], FakeTensor):
             return _assumed_value(func, args[0])
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -266,7 +272,7 @@ class CountingMode(TorchDispatchMode):
                 return result
         with no_dispatch():
             result = func(*args, **kwargs)
-        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        inputs = {id(leaf) for leaf in leaves_of((args, kwargs))}
 
         def without_values(value: Any) -> Any:
             if not isinstance(value, Tensor) or id(value) in inputs or self._has_values(value):
@@ -289,7 +295,7 @@ class CountingMode(TorchDispatchMode):
         """Count the staging of a collective of c10d; its result is its argument, and complete."""
         group = next(
             dist.ProcessGroup.unbox(leaf)
-            for leaf in tree_leaves((args, kwargs))
+            for leaf in leaves_of((args, kwargs))
             if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
         )
         self._stage(group, name, args)
@@ -302,7 +308,7 @@ class CountingMode(TorchDispatchMode):
 
     def _stage(self, group: Any, name: str, args: Any) -> None:
         staging = self._staging.group(group.group_name, group.size())
-        sizes = [[leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)] for arg in args[:2]]
+        sizes = [[leaf.nbytes for leaf in leaves_of(arg) if isinstance(leaf, Tensor)] for arg in args[:2]]
         first, second = sum(sizes[0]), sum(sizes[1]) if len(sizes) > 1 else 0
         if self._clock is not None and name not in ("send", "recv_"):
             num_bytes = first
@@ -358,9 +364,10 @@ def _sent_bytes(rows: Tensor, sizes: list[int], num_ranks: int) -> list[int]:
 def _tensors_of(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
 
 
+@functools.cache
 def _makes_views(func: Any) -> bool:
     """Return whether all results of an operator are views of its arguments."""
     returns = func._schema.returns

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from weft import _memory
+from weft.strategy.dry_run.leaves import leaves_of
 
 # The most bytes that the tensors of a measured call may have.
 MAX_BYTES = 1 << 30
@@ -25,23 +25,22 @@ class Temporaries:
 
     def of(self, func: Any, args: Any, kwargs: Any) -> int | None:
         """Return the bytes of temporaries of a call whose tensors have no values; None: they are too large."""
-        leaves, spec = tree_flatten((args, kwargs))
         # The numbers of an in-place step, such as the row it begins at, are no sizes.
         has_sizes = bool(func._schema.returns)
-        key = (func, spec, tuple(key_of(leaf, has_sizes) for leaf in leaves))
+        key = (func, _nested_key(args, has_sizes), _nested_key(kwargs, has_sizes))
         try:
             if key not in self._known:
-                self._known[key] = self._measure(func, leaves, lambda new: tree_unflatten(new, spec))
+                self._known[key] = self._measure(func, args, kwargs)
         except TypeError:  # an argument without a hash
             return 0
         return self._known[key]
 
-    def _measure(self, func: Any, leaves: list[Any], with_leaves: Callable[[list[Any]], Any]) -> int | None:
-        num_bytes = sum(extent_of(leaf) * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+    def _measure(self, func: Any, args: Any, kwargs: Any) -> int | None:
+        num_bytes = sum(extent_of(tensor) * tensor.element_size() for tensor in _tensors((args, kwargs)))
         if num_bytes > self._max_bytes:
             return None
         with no_dispatch(), torch.no_grad():
-            args, kwargs = with_leaves([zeros_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+            args, kwargs = tree_map(lambda leaf: zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
             _memory.reset_peak()
             before = sum(_memory.current().values())
@@ -55,7 +54,17 @@ class Temporaries:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
+
+
+def _nested_key(value: Any, has_sizes: bool) -> Any:
+    """Return `key_of` for each leaf of nested lists, tuples and dictionaries."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, tuple([_nested_key(each, has_sizes) for each in value])
+    if kind is dict:
+        return tuple([(name, _nested_key(each, has_sizes)) for name, each in value.items()])
+    return key_of(value, has_sizes)
 
 
 def key_of(leaf: Any, has_sizes: bool) -> Any:
