@@ -41,15 +41,17 @@ def test_same_state_as_new_interpreter(tmp_path: Path, is_file: bool) -> None:
 PARENT = """
 import os, subprocess, sys
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import Popen  # that of torchrun
 if len(sys.argv) == 1:
     torch.started_by_parent = True
-    child = subprocess.Popen([sys.executable, sys.argv[0], "child"], env={**os.environ, "RANK": "1"})
+    child = Popen([sys.executable, sys.argv[0], "child"], env={**os.environ, "RANK": "1"})
     print("parent", child.wait(), flush=True)
     source = "import sys; print('torch' in sys.modules)"
     child = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
     print("new", child.communicate()[0].decode().strip(), flush=True)
     raise ValueError("on purpose")
-print("child", os.environ["RANK"], hasattr(torch, "started_by_parent"), flush=True)
+is_warm = "weft._plugin.process_guard" in sys.modules
+print("child", os.environ["RANK"], hasattr(torch, "started_by_parent"), is_warm, flush=True)
 sys.exit(5)
 """
 
@@ -58,7 +60,7 @@ def test_child_is_warm_and_without_state_of_its_parent(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PARENT)
     result = run_process([sys.executable, script], cwd=tmp_path, warm_processes=2)
-    assert result.stdout.splitlines() == ["child 1 False", "parent 5", "new False"], result.stderr
+    assert result.stdout.splitlines() == ["child 1 False True", "parent 5", "new False"], result.stderr
     assert result.returncode == 1 and result.stderr.splitlines()[-1] == "ValueError: on purpose"
 
 

@@ -28,8 +28,8 @@ UNEXPECTED_STDERR = (
 
 def _run(launcher: list[str], devices: int, folder: Path, namespace: str) -> ProcessResult:
     command = [*launcher, str(SCRIPTS / "train.py"), namespace, str(devices), str(folder)]
-    # Those of the other namespace and of torchrun start new interpreters.
-    warm_processes = devices if len(launcher) == 1 and namespace == "lightning.pytorch" else 0
+    # torchrun starts new interpreters; Lightning's launcher does in test_shutdown.py.
+    warm_processes = devices if len(launcher) == 1 else 0
     return run_process(command, timeout=120, env=ENVIRONMENT, warm_processes=warm_processes)
 
 
@@ -78,7 +78,7 @@ def test_invalid_sizes_raise_before_launch() -> None:
             "L.Trainer(accelerator='cpu', devices=2, strategy=strategy)",
         ]
     )
-    result = run_script(source, timeout=60, env=ENVIRONMENT)
+    result = run_script(source, timeout=60, env=ENVIRONMENT, warm_processes=1)
     assert result.returncode == 1
     last = result.stderr.splitlines()[-1]
     assert "has 2 processes" in last

@@ -196,7 +196,7 @@ def test_signal_to_one_rank_ends_the_tree(tmp_path: Path, target: str) -> None:
 
 def test_signal_to_torchrun_ends_the_tree(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    _run(tmp_path, launcher, "root", 0)
+    _run(tmp_path, launcher, "root", 3)
     assert _saved_step(tmp_path) >= 2
 
 

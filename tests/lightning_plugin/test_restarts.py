@@ -18,12 +18,13 @@ NUM_STEPS = 15
 
 def _run(folder: Path, *kills: str, launcher: tuple[str, ...] = (sys.executable,)) -> int:
     """Run the job; return its exit status."""
-    warm_processes = 2 if len(launcher) == 1 else 0
+    is_torchrun = len(launcher) > 1
+    num_starts = 3 if is_torchrun else 1
+    warm_processes = 2 * num_starts + is_torchrun
     command = [*launcher, SCRIPT, folder, str(NUM_STEPS), *kills]
     with ProcessTree(command, env=ENVIRONMENT, warm_processes=warm_processes) as tree:
         result = tree.wait(120.0)
         assert_nothing_left(tree.pgid, within=5.0)
-        num_starts = 3 if len(launcher) > 1 else 1
         assert result.stdout.count("READY") == 2 * num_starts, result.stderr
         return result.returncode
 

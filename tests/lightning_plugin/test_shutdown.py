@@ -74,9 +74,10 @@ def _check(launcher: list[str], actions: tuple[str, str], stop: Stop, warm_proce
 @pytest.mark.parametrize("case", PAIRS)
 def test_no_process_is_left(case: str) -> None:
     trees, stop = PAIRS[case]
-    num_warm = 0 if case == "SIGTERM" else 2  # one case starts new interpreters, as a user does
+    # One tree starts new interpreters, as a user does.
+    num_warm = (2, 0 if case == "SIGTERM" else 2)
     with ThreadPoolExecutor(len(trees)) as pool:
-        for stderr in pool.map(lambda actions: _check([sys.executable], actions, stop, num_warm), trees):
+        for stderr in pool.map(lambda *tree: _check([sys.executable], tree[0], stop, tree[1]), trees, num_warm):
             assert stop is not _wait_for_exception or "this rank fails on purpose" in stderr
 
 
@@ -87,12 +88,12 @@ def test_no_process_is_left_under_torchrun() -> None:
         (("wait", "compute"), lambda tree, pids: tree.send_signal(signal.SIGTERM)),
     ]
     with ThreadPoolExecutor(len(cases)) as pool:
-        list(pool.map(lambda case: _check(launcher, *case), cases))
+        list(pool.map(lambda case: _check(launcher, *case, warm_processes=3), cases))
 
 
 def test_error_on_all_ranks_has_one_traceback() -> None:
     python = [sys.executable]
-    trees = ((python, 2), ([*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], 0))
+    trees = ((python, 2), ([*python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], 3))
     with ThreadPoolExecutor(len(trees)) as pool:
         for stderr in pool.map(lambda tree: _check(tree[0], ("raise", "raise"), _wait_for_exception, tree[1]), trees):
             rank_lines = [line for line in stderr.splitlines() if line.startswith(("[rank0]:", "[rank1]:"))]
@@ -116,7 +117,7 @@ guard().on_clean_exit(fails)
 
 
 def test_failing_exit_hook_does_not_stop_others() -> None:
-    result = run_process([sys.executable, "-c", AT_EXIT], timeout=100)
+    result = run_process([sys.executable, "-c", AT_EXIT], timeout=100, warm_processes=1)
     assert result.stdout.splitlines() == ["the other hook ran"]
     assert "RuntimeError: this hook failed" in result.stderr
 

@@ -60,6 +60,7 @@ def next_program(fd: int, search_path: list[str]) -> CodeType:
     The process ends when the socket is closed; its programs end with it. `search_path`: sys.path of a new interpreter.
     """
     control = socket.socket(fileno=fd)
+    gc.disable()  # as in `rank_server.serve`
     for name in _PRELOADED:
         importlib.import_module(name)
     num_threads = len(list(Path("/proc/self/task").iterdir()))
@@ -68,6 +69,7 @@ def next_program(fd: int, search_path: list[str]) -> CodeType:
     gc.collect()
     gc.freeze()  # so that the programs' collectors do not write to the shared pages
     gc.set_threshold(*COLLECTED_AT)
+    gc.enable()
     _send(control, {"ready": True})
     server_pid = os.getpid()
     while True:
@@ -121,17 +123,17 @@ def _program_with_children(request: dict[str, Any], search_path: list[str]) -> C
             socket.send_fds(writer, [json.dumps(child).encode()], list(fds))
         return pid
 
-    class Popen(subprocess.Popen):
-        """Popen that starts one of the waiting children for a Python program without pipes."""
+    popen_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
-        def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any) -> None:
-            pass_fds, cwd, env, _, _, shell, *pipes = rest[:12]
-            is_python = isinstance(args, (list, tuple)) and args[0] == sys.executable
-            if waiting and is_python and not (shell or executable or preexec_fn or pass_fds) and set(pipes) == {-1}:
-                self.pid = start(args, env, cwd, new_session=True in rest[12:])
-                self._child_created = True
-            else:
-                super()._execute_child(args, executable, preexec_fn, close_fds, *rest)
+    def execute_child(self: Any, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any) -> None:
+        """Start one of the waiting children for a Python program without pipes."""
+        pass_fds, cwd, env, _, _, shell, *pipes = rest[:12]
+        is_python = isinstance(args, (list, tuple)) and args[0] == sys.executable
+        if waiting and is_python and not (shell or executable or preexec_fn or pass_fds) and set(pipes) == {-1}:
+            self.pid = start(args, env, cwd, new_session=True in rest[12:])
+            self._child_created = True
+        else:
+            popen_child(self, args, executable, preexec_fn, close_fds, *rest)
 
     spawn = multiprocessing.util.spawnv_passfds
 
@@ -141,7 +143,8 @@ def _program_with_children(request: dict[str, Any], search_path: list[str]) -> C
             return start([os.fsdecode(path), *args[-3:]], None, None, passfds)
         return spawn(path, args, passfds)
 
-    subprocess.Popen = Popen  # type: ignore[misc]
+    # NOTE: not a new class in the module: torchrun has imported the class by its name.
+    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
     multiprocessing.util.spawnv_passfds = spawnv_passfds
     return _become(request, search_path)
 
