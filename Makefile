@@ -39,9 +39,10 @@ test-cpp: build
 	ctest --test-dir build/dev --output-on-failure --parallel $(JOBS)
 
 # Files start in the order of the folders: the long files of benchmarks/ and examples/ first, so that none of them runs
-# alone at the end.
+# alone at the end. Compiled modules are kept, even if the environment says otherwise: hundreds of processes import weft.
 test-python: build
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(PYTHON_TEST_JOBS) --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(PYTHON_TEST_JOBS) --dist loadfile \
+	  --no-loadscope-reorder
 
 # Runs the tests that need a CUDA device on an emulated CUDA runtime: see tests/support/cuda_runtime/README.md. Collects
 # only files with one of the marks, and starts the longest file first.
