@@ -1,5 +1,6 @@
 #include "engine.h"
 
+#include "backoff.h"
 #include "fork_guard.h"
 
 #include <sched.h>
@@ -226,17 +227,18 @@ void Engine::drive(const Operation* until) {
     if (until != nullptr) return until->is_done();
     return num_unfinished_ == 0 || num_waiting_ > 0 || has_left_;
   };
+  const bool is_background = until == nullptr;
   // The background thread does not spin or yield: it leaves the processor to threads that compute.
-  const int num_spins = until == nullptr ? 0 : num_spins_;
-  const int num_yields = until == nullptr ? 0 : kYields;
-  int num_idle = 0;
+  Backoff backoff(is_background ? 0 : num_spins_, is_background ? 0 : kYields);
+  if (!is_background) publish_processor(shared_, options_.rank);
   next_check_ = Clock::now() + kCheckInterval;
   while (!is_over()) {
     if (advance()) {
-      num_idle = 0;
+      backoff.reset();
       continue;
     }
-    if (++num_idle < num_spins) {
+    const auto step = backoff.next([&] { return shares_processor(shared_, options_.rank); });
+    if (step == Backoff::Step::kSpin) {
       pause();
       continue;
     }
@@ -246,13 +248,14 @@ void Engine::drive(const Operation* until) {
       check_health();
       continue;
     }
-    if (num_idle < num_spins + num_yields) {
+    if (step == Backoff::Step::kYield) {
       sched_yield();
       continue;
     }
     const uint32_t num_rings = doorbell.start_listening();
     if (!advance() && !is_over()) doorbell.sleep(num_rings, kCheckInterval);
     doorbell.stop_listening();
+    if (!is_background) publish_processor(shared_, options_.rank);
   }
 }
 

@@ -62,6 +62,7 @@ struct RankBlock {
   uint64_t start_time = 0;                            // of the process: detects a reused pid
   int32_t global_rank = 0;                            // for error messages
   std::atomic<int32_t> waits_for{kNoRank};            // a rank of another host
+  std::atomic<int32_t> processor{-1};                 // on which this rank last began to wait
   alignas(64) std::atomic<uint64_t> num_arrivals{0};  // of this rank
   Doorbell doorbell;
 };
