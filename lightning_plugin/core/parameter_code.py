@@ -67,17 +67,23 @@ def _module_text(name: str) -> str:
 
 @contextlib.contextmanager
 def _watching_parameters(module: nn.Module | None, on_access: Callable[[str], None]) -> Iterator[None]:
-    """Inside, except in forwards, `parameters()` of a module with layers on other stages calls `on_access(name)`."""
+    """Inside, `parameters()` of a module with layers on other stages calls `on_access(name)`.
+
+    It does not in forwards, nor in `generate` of Transformers, which asks the first parameter for its device.
+    """
     if module is None:
         yield
         return
+    from weft.strategy.pipeline import find_staged
     from weft.strategy.sharding.local_tensor import forward_depth
 
     incomplete = _incomplete_modules(module)
     depth = forward_depth()
+    found = find_staged(module)
 
     def named_parameters(name: str, each: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        if forward_depth() == depth:
+        is_generating = found is not None and found[1].is_generating
+        if forward_depth() == depth and not is_generating:
             on_access(name)
         return type(each).named_parameters(each, *args, **kwargs)
 

@@ -94,8 +94,8 @@ class StageSteps:
             if loop == "training":
                 loss = self._run_schedule(run)
             else:
-                run.outputs = dict(enumerate(pipeline.evaluate(micro_batches, run, split=run.split)))
-        sizes = [_num_samples(micro_batch) for micro_batch in micro_batches]
+                run.outputs = dict(enumerate(pipeline.evaluate(args[0], run, split=run.split)))
+        sizes = [_num_samples(micro_batch) for micro_batch in run.micro_batches]
         # Predictions are not weighted: their batches may lack the entries that micro_batch_weight reads.
         weights = run.weights(None if loop == "prediction" else options.micro_batch_weight, sizes)
         logged, output, dtype = self._broadcast_from_last_stage(
@@ -167,6 +167,8 @@ class _MicroBatchStep:
         return self.micro_batches
 
     def __call__(self, micro_batch: Any) -> Any:
+        if id(micro_batch) not in self._idx_of:  # the full batch, because the step calls generate
+            self.micro_batches, self._idx_of = [micro_batch], {id(micro_batch): 0}
         steps, idx = self._steps, self._idx_of[id(micro_batch)]
         with contextlib.ExitStack() as stack:
             if steps.pipeline.is_recording:

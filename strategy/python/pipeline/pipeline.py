@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from weft.strategy.data_parallel import clip_gradients_by_norm
 from weft.strategy.pipeline.arguments import check_equal_arguments, pipeline_group, shares_of
 from weft.strategy.pipeline.auto_cuts import AutoCuts, agree_on_cuts, auto_of
 from weft.strategy.pipeline.failures import Failures
+from weft.strategy.pipeline.generation import GenerateCall, Generation
 from weft.strategy.pipeline.links import link_stages, peers_of
 from weft.strategy.pipeline.micro_batches import batch_size_of, signature, split_batch
 from weft.strategy.pipeline.recording import Recording
@@ -145,6 +148,10 @@ class Pipeline:
         self.failures = Failures()
         self._recordings: dict[Any, list[Recording]] = {}
         self._intercepts_calls = False
+        self._generation = Generation(self._staged, self._group, rank_of, self._around_generate)
+        self._staged.generation = self._generation
+        if hasattr(model, "generate"):
+            model.__dict__["generate"] = _function_of(self.generate)  # until `_intercept_calls` changes its class
 
     @staticmethod
     def _verify(model: nn.Module, layers: Layers, mesh: DeviceMesh, verify: str) -> None:
@@ -240,6 +247,8 @@ class Pipeline:
     @property
     def runs_last_stage(self) -> bool:
         """Return whether a step is running that continues after the model's call."""
+        if self._generation.is_running_step:
+            return self.has_last_stage
         return self._staged.running_stage == len(self._rank_of) - 1
 
     @property
@@ -371,7 +380,7 @@ class Pipeline:
             return weighted if scale == 1 else weighted * scale
 
         schedule = self.schedule(len(micro_batches))
-        with self.failures.report_failures():  # once: ranks count the blocks that they enter
+        with self.failures.report_failures(), _forbidding_generate():  # once: ranks count the blocks that they enter
             if stepper is not None:
                 check_can_step(stepper)
             work = Work(micro_batches, self._recordings_of(micro_batches, loss_fn), loss_fn, root_of, stepper)
@@ -386,14 +395,46 @@ class Pipeline:
         """Run forwards without gradients; collective. `step` is called like `loss_fn` in `Pipeline.step`.
 
         Returns:
-            The results of `step` for each micro-batch on the last stage's rank, [] on others.
+            The results of `step` for each micro-batch on the last stage's rank, [] on others. If `step` calls the
+            model's `generate` and not its forward, every rank runs `step` once, for the full batch.
         """
         with torch.no_grad():
             micro_batches = self.split(batch, split)
             schedule = self.schedule(len(micro_batches), forward_only=True)
             with self.failures.report_failures():
-                work = Work(micro_batches, self._recordings_of(micro_batches, step), step)
+                try:
+                    work = Work(micro_batches, self._recordings_of(micro_batches, step), step)
+                except GenerateCall:
+                    result = self._generation.run_step(step, batch)
+                    return [result] if self.has_last_stage else []
                 return self._runner.run(schedule, work)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own `generate`, such as that of transformers, over all stages; collective.
+
+        `model.generate` is the same. Every rank gets the same arguments, samples the same tokens with the first rank's
+        random state, and returns the same result. A rank caches the keys and values of its own layers.
+
+        Raises:
+            TypeError: the model has no `generate`.
+            ValueError: the arguments differ between ranks, or the model cannot generate in stages.
+        """
+        self._intercept_calls()
+        model: Any = self.model
+        if not hasattr(model, "generate"):
+            raise TypeError(f"pipeline: a {type(model).__name__} has no generate; define it in the model's class.")
+        return model.generate(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _around_generate(self) -> Iterator[None]:
+        """Inside, this rank's stages are gathered, so that data-parallel ranks may generate different numbers."""
+        sharding = self._runner.sharding
+        with self.failures.report_failures(), contextlib.ExitStack() as stack:
+            for stage in self.stages if sharding is not None else ():
+                assert sharding is not None
+                sharding.unshard(stage)
+                stack.callback(sharding.reshard, stage)
+            yield
 
     def clip_grad_norm(
         self,
@@ -426,17 +467,21 @@ class Pipeline:
         If parameters are tied, the first call is collective: it checks that stages shard them alike. In any case the
         first call intercepts the calls of layers, so apply plans before it.
         """
-        if not self._intercepts_calls:
-            check_equal_shards(self._staged, self._group)
-            self._staged.intercept_layer_calls()
-            self._runner.lengths = SequenceLengths(self.model)
-            self._intercepts_calls = True
+        self._intercept_calls()
         if split is not None and split is not split_batch:
             return list(split(batch, self.num_micro_batches))
         size = batch_size_of(batch)
         if size < self.num_micro_batches:
             return split_batch(batch, size)
         return split_batch(batch, self.num_micro_batches, self._shares)
+
+    def _intercept_calls(self) -> None:
+        if not self._intercepts_calls:
+            check_equal_shards(self._staged, self._group)
+            self.model.__dict__.pop("generate", None)
+            self._staged.intercept_layer_calls()
+            self._runner.lengths = SequenceLengths(self.model)
+            self._intercepts_calls = True
 
     def _recordings_of(self, micro_batches: Sequence[Any], step: Step) -> list[Recording]:
         # A step may call the model differently for two batches of equal shapes, but not for micro-batches of one batch.
@@ -478,3 +523,24 @@ class Pipeline:
         result = torch.zeros((), dtype=torch.float64, device=device) if value is None else value.double()
         dist.broadcast(result, group_src=self._rank_of[-1], group=self._group)
         return result
+
+
+def _function_of(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method; copies of an object share functions, and copy methods' objects."""
+
+    @functools.wraps(method)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return function
+
+
+@contextlib.contextmanager
+def _forbidding_generate() -> Iterator[None]:
+    try:
+        yield
+    except GenerateCall:
+        raise RuntimeError(
+            "pipeline: a training step calls generate, and its schedule runs one forward for each micro-batch; call "
+            "generate before the step, such as in the hook on_train_batch_start."
+        ) from None

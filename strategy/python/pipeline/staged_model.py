@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from weft.strategy.experts.stand_in import leave_out_experts
 from weft.strategy.modules.activation_checkpointing import repeated_blocks
 from weft.strategy.pipeline.fake_mode import FakeMode, is_recorded
+from weft.strategy.pipeline.generation import GenerateCall, Generation
 from weft.strategy.pipeline.layer_calls import intercept_calls, run_in_mode
 from weft.strategy.pipeline.micro_batches import signature
 from weft.strategy.pipeline.random_streams import preserving_random_state
@@ -72,6 +74,7 @@ class StagedModel:
         # All layers, with RemoteLayers for those of other ranks' stages; empty until calls are intercepted.
         self._layer_modules: list[nn.Module] = []
         self._task: _Task | None = None
+        self.generation: Generation | None = None  # the pipeline's, which sets it
         model.__dict__[_KEY] = self
         _remove_layers(model, self._skeleton, self.layers, stages)
         self._remove_parameters()
@@ -107,8 +110,7 @@ class StagedModel:
         _intercept_layer_calls(self.model, self.layers)
         self._layer_modules = [self.model.get_submodule(name) for name in self.layers.stage_of]
         if not isinstance(self.model, _Root):
-            cls = type(self.model)
-            self.model.__class__ = type(cls.__name__, (_Root, cls), {"__module__": cls.__module__})
+            self.model.__class__ = _root_class(type(self.model))
 
     def check_can_be_sharded(self, rank_of: Sequence[int]) -> None:
         """Raise ValueError if FSDP2 cannot shard the layers of a rank; the same on all ranks.
@@ -176,6 +178,11 @@ class StagedModel:
     def is_recording(self) -> bool:
         """Return whether a step is running only to record its call of the model, or to compare it with a recording."""
         return self._task is not None and (self._task.run is None or self._task.run.is_probe)
+
+    @property
+    def is_generating(self) -> bool:
+        """Return whether the model's `generate` is running."""
+        return self.generation is not None and self.generation.is_active
 
     @property
     def running_stage(self) -> int | None:
@@ -312,6 +319,15 @@ class StagedModel:
         After recording or comparing, ForwardExit ends the step. Outside of a step, a model in one stage runs as usual.
         """
         task = self._task
+        if self.generation is not None and self.generation.is_open:
+            if task is None:
+                return self.generation.call(forward, args, kwargs)
+            if task.is_signature_only and task.num_calls == 0:
+                raise GenerateCall
+            raise RuntimeError(
+                "pipeline: the step calls generate after another call of the model, where only the last stage runs it; "
+                "call generate first, or in a hook such as on_validation_batch_end."
+            )
         if task is None:
             if self.layers.num_stages == 1:
                 return forward(*args, **kwargs)
@@ -339,6 +355,11 @@ class StagedModel:
         if task.run.is_probe:
             raise ForwardExit
         return task.run.with_values(output)
+
+    def generate(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle a call of the model's `generate`, whose calls of the model run on all ranks."""
+        assert self.generation is not None
+        return self.generation.run(method, args, kwargs)
 
     def _remove_parameters(self) -> None:
         """Put fake tensors in place of the trunk's parameters that are on other stages."""
@@ -393,8 +414,24 @@ def _autocast_dtypes() -> tuple[torch.dtype | None, ...]:
 class _Root:
     """The first base of the class of a model in stages. The model's hooks run around this forward as usual."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_KEY].call(super().forward, args, kwargs)  # type: ignore[misc]
+
+def _root_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a model in stages, with the signatures of the model's own class `cls`."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_KEY].call(functools.partial(cls.forward, self), args, kwargs)
+
+    namespace: dict[str, Any] = {"__module__": cls.__module__, "forward": forward}
+    own_generate: Any = getattr(cls, "generate", None)
+    if own_generate is not None:
+
+        @functools.wraps(own_generate)
+        def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.__dict__[_KEY].generate(functools.partial(own_generate, self), args, kwargs)
+
+        namespace["generate"] = generate
+    return type(cls.__name__, (_Root, cls), namespace)
 
 
 def _intercept_layer_calls(model: nn.Module, layers: Layers) -> None:
