@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_plugin.drop_in import module_runs, trainer_runs
+from lightning_plugin.drop_in import generation_runs, module_runs, trainer_runs
 from lightning_plugin.drop_in.models import LAYOUTS
 
 Function = Callable[..., dict[str, Any]]
@@ -79,6 +79,7 @@ FEATURES = (
     *_of(module_runs.state, "forward and backward hooks of modules", left_out=("pp2",)),
     *_of(module_runs.state, "weight tying in setup"),
     *_of(module_runs.state, "weight tying in on_fit_start", refused={"dp2,tp2": TIED_LATER}, left_out=("pp2",)),
+    *_of(generation_runs.generation, *generation_runs.FEATURES, needs="transformers"),
     *_of(module_runs.dtypes, "torch.autocast in a module", "torch.set_float32_matmul_precision"),
     *_of(module_runs.dtypes, "nn.Embedding(sparse=True), zero_stage=0"),
     *_of(
