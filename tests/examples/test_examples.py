@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import math
@@ -211,16 +212,22 @@ def test_llama_resumed_on_another_layout_matches_one_device(tmp_path: Path) -> N
 
 
 def test_hugging_face_model_matches_on_one_and_two_devices(tmp_path: Path) -> None:
-    def losses(warm_ranks: int, *arguments: str) -> list[float]:
-        options = ["--config", "qwen3", "--steps", "4", *arguments]
+    def run(warm_ranks: int, *arguments: str) -> tuple[list[float], list[str]]:
+        options = ["--config", "qwen3", "--steps", "4", "--new-tokens", "8", *arguments]
         stdout = run_example("05_huggingface.py", *options, cwd=tmp_path, warm_ranks=warm_ranks)
-        assert "model.lm_head.weight" in stdout
-        return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", stdout, re.MULTILINE)]
+        assert "model.lm_head.weight" in stdout or "--stages" in arguments
+        losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", stdout, re.MULTILINE)]
+        return losses, re.findall(r"^continuation: (b.*)$", stdout, re.MULTILINE)
 
-    one_device, two_devices = losses(1, "--devices", "1"), losses(0, "--devices", "2")
-    assert two_devices == pytest.approx(one_device, rel=1e-5)
-    assert len(one_device) == 4 and one_device[3] < one_device[0]
-    assert len(losses(2, "--devices", "2", "--strategy", "weft_fsdp")) == 4
+    losses, texts = run(1, "--devices", "1")
+    assert len(losses) == 4 and losses[3] < losses[0]
+    assert [len(ast.literal_eval(text)) for text in texts] == [8, 8]
+    two_losses, two_texts = run(0, "--devices", "2")
+    assert two_losses == pytest.approx(losses, rel=1e-5) and two_texts == texts
+    sharded_losses, sharded_texts = run(2, "--devices", "2", "--strategy", "weft_fsdp")
+    assert len(sharded_losses) == 4 and len(sharded_texts) == 1  # each data-parallel rank continues one of the texts
+    _, staged_texts = run(2, "--devices", "2", "--stages")  # code after the model's call prints on the last stage only
+    assert staged_texts == texts
 
 
 def test_fabric_resumed_on_another_layout_matches_one_device(tmp_path: Path) -> None:
