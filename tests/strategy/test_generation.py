@@ -50,6 +50,7 @@ def runs_on(world_size: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_tokens_equal_one_device_and_caches_have_the_heads_of_the_rank(name: str, variant: str) -> None:
+    pytest.importorskip("transformers")
     world_size, _, _, _, shards = LAYOUTS[name]
     for found in runs_on(world_size):
         (tokens, caches), (expected_tokens, expected_caches) = (each[variant] for each in found[name])
@@ -60,6 +61,7 @@ def test_tokens_equal_one_device_and_caches_have_the_heads_of_the_rank(name: str
 
 @on_ranks(4)
 def test_too_few_heads_of_keys_raise_with_the_plan_of_transformers(world_size: int) -> None:
+    pytest.importorskip("transformers")
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tensor_parallel",))
     with pytest.raises(ValueError, match="its 2 key heads do not divide by 4; use another tensor-parallel"):
         weft.parallelize(generator_of("qwen2"), mesh, "huggingface")
@@ -68,6 +70,7 @@ def test_too_few_heads_of_keys_raise_with_the_plan_of_transformers(world_size: i
 @on_ranks(2)
 def test_fully_sharded_replicas_generate_different_numbers_of_tokens(rank: int) -> None:
     """FSDP2 gathers blocks in each forward: transformers continues until all ranks are done (`synced_gpus`)."""
+    pytest.importorskip("transformers")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data_parallel",))
     model = generator_of("llama")
     options: dict[str, Any] = {"pad_token_id": 0, "max_new_tokens": 3 + 4 * rank}
@@ -82,6 +85,7 @@ def test_fully_sharded_replicas_generate_different_numbers_of_tokens(rank: int) 
 @on_ranks(2)
 def test_encoder_decoder_models_generate() -> None:
     """`generate` calls the encoder outside of the model's forward: FSDP2 must gather the model's own parameters."""
+    pytest.importorskip("transformers")
     architecture = next(each for each in ARCHITECTURES if each.name == "T5")
     batch = architecture.batch()
     del batch["decoder_input_ids"]

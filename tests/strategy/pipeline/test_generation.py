@@ -50,6 +50,7 @@ def generate_in_stages(world_size: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("world_size", "family"), [(2, "llama"), (2, "gpt2"), (2, "gemma3_text"), (4, "llama")])
 def test_tokens_equal_one_device_and_caches_are_those_of_the_stage(world_size: int, family: str, variant: str) -> None:
     """On 4 ranks: two stages, each on two tensor-parallel ranks with sequence parallelism."""
+    pytest.importorskip("transformers")
     for rank, found in enumerate(runs_of_stages(world_size)):
         (tokens, caches), (expected_tokens, expected_caches) = (each[variant] for each in found[family])
         assert tokens == expected_tokens
@@ -171,6 +172,7 @@ def test_errors_name_what_to_do(rank: int) -> None:
 @on_ranks(4)
 def test_replicas_with_sharded_stages_generate_different_numbers_of_tokens(rank: int) -> None:
     """Stages are gathered once for a `generate`, which replicas may call with other prompts, or not at all."""
+    pytest.importorskip("transformers")
     if not hasattr(torch.distributed.fsdp.FSDPModule, "finalize_backward"):
         pytest.skip("FSDP2 of this torch cannot shard stages")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline_parallel", "data_parallel"))
