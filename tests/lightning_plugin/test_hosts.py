@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 from lightning_plugin.scripts.plugin_models import Model, loader, set_torchrun_environment, trainer, weights
 
-from support.networks import ADDRESSES, INTERFACES, in_network_namespace, two_networks
+from support.networks import (
+    ADDRESSES,
+    INTERFACES,
+    in_network_namespace,
+    script_in_network_namespace,
+    two_networks,
+)
 from support.processes import ProcessTree
 from support.ranks import run_on_ranks
 
@@ -41,20 +47,21 @@ def _one_device(rank: int, world_size: int, folder: str) -> dict[str, float]:
     return {name: value.double().sum().item() for name, value in weights(model).items()}
 
 
-def _torchrun(host: int) -> list[tuple[list[str], dict[str, str]]]:
+def _torchrun(host: int, network: str) -> list[tuple[list[str], dict[str, str]]]:
     options = ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={host}"]
     options += [f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}"]
-    return [([sys.executable, "-m", "torch.distributed.run", *options], {})]
+    return [([*in_network_namespace(network), sys.executable, "-m", "torch.distributed.run", *options], {})]
 
 
-def _slurm(host: int) -> list[tuple[list[str], dict[str, str]]]:
+def _slurm(host: int, network: str) -> list[tuple[list[str], dict[str, str]]]:
     """Return the command and environment that srun gives each of two tasks on a node."""
     tasks = []
     for local in range(2):
         variables = {"JOB_ID": "17", "JOB_NAME": "train", "NTASKS": "4", "NTASKS_PER_NODE": "2", "NNODES": "2"}
         variables |= {"PROCID": str(2 * host + local), "LOCALID": str(local), "NODEID": str(host)}
         environment = {f"SLURM_{name}": value for name, value in variables.items()}
-        tasks.append(([sys.executable], {**environment, "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}))
+        command = script_in_network_namespace(network)
+        tasks.append((command, {**environment, "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": PORT}))
     return tasks
 
 
@@ -67,11 +74,13 @@ def test_two_hosts_match_one_device(
     with contextlib.ExitStack() as trees:
         jobs = []
         for host in range(2):
-            for command, variables in start(host):
+            for command, variables in start(host, networks[host]):
                 environment = {"OMP_NUM_THREADS": "1", "WEFT_HOST_ID": "", "GLOO_SOCKET_IFNAME": INTERFACES[host]}
-                full_command = [*in_network_namespace(networks[host]), *command, str(SCRIPT), "2", "2", str(tmp_path)]
                 environment |= {"PYTHONPATH": TESTS, **variables}
-                jobs.append(trees.enter_context(ProcessTree(full_command, env=environment)))
+                full_command = [*command, str(SCRIPT), "2", "2", str(tmp_path)]
+                warm_processes = 1 if launcher == "slurm" else 0  # torchrun starts new interpreters
+                tree = ProcessTree(full_command, env=environment, warm_processes=warm_processes)
+                jobs.append(trees.enter_context(tree))
         for job in jobs:
             result = job.wait(timeout=180)
             assert result.returncode == 0, result.stderr

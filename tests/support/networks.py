@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,6 +33,17 @@ echo "networks of $$ $other"
 wait $other
 """
 
+# Enters the network namespace of the process of the first argument, then runs the script of the second.
+ENTER = """
+import ctypes, os, runpy, sys
+fd = os.open(f"/proc/{sys.argv[1]}/ns/net", os.O_RDONLY)
+if ctypes.CDLL(None, use_errno=True).setns(fd, 0) != 0:
+    raise OSError(ctypes.get_errno(), "setns failed")
+os.close(fd)
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
 
 def namespace_error() -> str:
     """Return why network namespaces cannot be created on this machine; "" if they can."""
@@ -55,3 +67,11 @@ def two_networks() -> Iterator[tuple[str, str]]:
 def in_network_namespace(pid: str) -> list[str]:
     """Return a command prefix: the command after it runs in the network namespace of process `pid`."""
     return ["nsenter", f"--net=/proc/{pid}/ns/net"]
+
+
+def script_in_network_namespace(pid: str) -> list[str]:
+    """Return a command of Python: it runs the script after it in the network namespace of process `pid`.
+
+    Unlike the command of `in_network_namespace`, it can be a program in a warm process, without children.
+    """
+    return [sys.executable, "-c", ENTER, pid]
