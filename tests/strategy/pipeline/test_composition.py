@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import functools
 import itertools
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from weft.strategy.data_parallel import GradientReducer
 from weft.strategy.pipeline import SCHEDULES, Pipeline
 
 TOLERANCE = 1e-10
-NUM_STEPS = 5
+NUM_STEPS = 3  # the first step records the calls between stages; the second and third use the recording
 ON_EIGHT_RANKS = ("interleaved", "zero_bubble", "v_half")
 NAMES = ("pipeline_parallel", "data_parallel", "tensor_parallel")
 PLAN = {
@@ -50,6 +52,45 @@ def next_token(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
+def llama(tie_head: bool) -> Llama:
+    torch.manual_seed(0)
+    return Llama(LlamaArgs(n_layers=4, tie_head=tie_head, dtype=torch.float64))
+
+
+def local_shard(batch: tuple[Tensor, Tensor], data_size: int, data_rank: int) -> tuple[Tensor, Tensor]:
+    """Return the sequences of a data-parallel rank."""
+    tokens, targets = (tensor.chunk(data_size)[data_rank] for tensor in batch)
+    return tokens, targets
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """The training of one device: per step the loss of a data-parallel rank's sequences and the gradients of the full
+    batch, and the final weights.
+    """
+
+    losses: list[Tensor]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+
+@functools.cache
+def train_on_one_device(tie_head: bool, data_size: int, data_rank: int) -> Reference:
+    """Return the reference of all schedules: a rank computes it once for all cases that it runs."""
+    model = llama(tie_head)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, gradients = [], []
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        losses.append(next_token(model, local_shard(batch, data_size, data_rank)).detach())
+        next_token(model, batch).backward()
+        named = model.named_parameters(remove_duplicate=False)
+        gradients.append({name: parameter.grad.clone() for name, parameter in named})
+        optimizer.step()
+    weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    return Reference(losses, gradients, weights)
+
+
 def assert_matches_one_device(
     world_size: int,
     data_size: int,
@@ -64,9 +105,7 @@ def assert_matches_one_device(
     pipeline_size = world_size // (data_size * tensor_size)
     stages_per_rank = default_stages_per_rank(kind)
     mesh = init_device_mesh("cpu", (pipeline_size, data_size, tensor_size), mesh_dim_names=NAMES)
-    torch.manual_seed(0)
-    reference = Llama(LlamaArgs(n_layers=4, tie_head=tie_head, dtype=torch.float64))
-    model = copy.deepcopy(reference)
+    model = llama(tie_head)
     num_stages = pipeline_size * stages_per_rank
     cuts = [f"layers.{4 // num_stages * stage}" for stage in range(1, num_stages)]
     pipeline = Pipeline(model, mesh, cuts, schedule=kind, num_micro_batches=num_micro_batches)
@@ -76,32 +115,27 @@ def assert_matches_one_device(
         pipeline.fully_shard(mesh["data_parallel"])
     else:
         reducer = GradientReducer(model, mesh["data_parallel"].get_group())
-    ours = torch.optim.SGD(model.parameters(), lr=0.1)
-    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
-    expected = dict(reference.named_parameters(remove_duplicate=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data_rank = mesh["data_parallel"].get_local_rank()
+    expected = train_on_one_device(tie_head, data_size, data_rank)
     min_bound = TOLERANCE * 1e-3
-    for batch in BATCHES:
-        ours.zero_grad()
-        theirs.zero_grad()
-        data_rank = mesh["data_parallel"].get_local_rank()
-        local_batch = tuple(tensor.chunk(data_size)[data_rank] for tensor in batch)
+    for batch, expected_loss, gradients in zip(BATCHES, expected.losses, expected.gradients, strict=True):
+        optimizer.zero_grad()
+        local_batch = local_shard(batch, data_size, data_rank)
         with contextlib.nullcontext() if reducer is None else reducer.paused():
             loss = pipeline.step(local_batch, lambda micro_batch: next_token(model, micro_batch))
         if reducer is not None:
             reducer.finish()
-        local_loss = next_token(reference, local_batch)
-        assert abs(loss - local_loss) <= TOLERANCE * local_loss
-        next_token(reference, batch).backward()
+        assert abs(loss - expected_loss) <= TOLERANCE * expected_loss
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            gradient = expected[name].grad
+            gradient = gradients[name]
             ours_full = parameter.grad.full_tensor() if is_fully_sharded else parameter.grad
             assert_close(name, ours_full, gradient, TOLERANCE * gradient.norm().item() + min_bound)
-        ours.step()
-        theirs.step()
+        optimizer.step()
     for name, parameter in model.named_parameters():
         ours_full = parameter.full_tensor() if is_fully_sharded else parameter
-        assert_close(name, ours_full, expected[name], TOLERANCE * expected[name].norm().item())
+        assert_close(name, ours_full, expected.weights[name], TOLERANCE * expected.weights[name].norm().item())
 
 
 @on_ranks(4)

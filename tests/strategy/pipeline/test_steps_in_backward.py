@@ -3,41 +3,43 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
-from strategy.pipeline.test_composition import BATCHES, PLAN, next_token
+from strategy.pipeline.test_composition import PLAN, llama, next_token
 from strategy.pipeline.test_pipeline_parity import SEVERAL_STAGES, V_SHAPED
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW, Optimizer
 
 import weft
-from support.models import Llama, LlamaArgs
+from support.models import token_batches
 from support.parity import assert_close
 from support.ranks import on_ranks
 from weft.strategy import StepInBackward
 from weft.strategy.pipeline import SCHEDULES, Pipeline
 
 NAMES = ("pipeline_parallel", "data_parallel", "tensor_parallel")
+BATCHES = token_batches(4, 37)  # two steps, if two batches are accumulated
 OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: AdamW(p, lr=1e-2),
 }
 
 
-def llama(tie_head: bool) -> Llama:
-    torch.manual_seed(0)
-    return Llama(LlamaArgs(n_layers=4, tie_head=tie_head, dtype=torch.float64))
-
-
-def train_on_one_device(model: nn.Module, optimizer: Optimizer, num_accumulated: int) -> None:
+@functools.cache
+def train_on_one_device(name: str, tie_head: bool, num_accumulated: int) -> dict[str, Tensor]:
+    """Return the weights that the optimizer of this name gives in all schedules."""
+    model = llama(tie_head)
+    optimizer = OPTIMIZERS[name](model.parameters())
     for idx, batch in enumerate(BATCHES):
         next_token(model, batch).backward()
         if idx % num_accumulated == num_accumulated - 1:
             optimizer.step()
             optimizer.zero_grad()
+    return {key: parameter.detach() for key, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def train_in_stages(
@@ -65,8 +67,6 @@ def test_every_schedule_matches_one_device(world_size: int, kind: str) -> None:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=NAMES)
     can_tie = world_size == 2 or kind not in V_SHAPED  # FSDP2 does not shard tied layers of one rank
     for optimizer, tie_head, num_accumulated in (("momentum", can_tie, 1), ("adamw", False, 2)):
-        expected = llama(tie_head)
-        train_on_one_device(expected, OPTIMIZERS[optimizer](expected.parameters()), num_accumulated)
         model = llama(tie_head)
         cuts = [f"layers.{idx}" for idx in ((1, 2, 3) if kind in SEVERAL_STAGES else (2,))]
         pipeline = Pipeline(model, mesh, cuts, schedule=kind, num_micro_batches=2)
@@ -76,7 +76,7 @@ def test_every_schedule_matches_one_device(world_size: int, kind: str) -> None:
             pipeline.fully_shard(data)
         batches = [tuple(each.chunk(data.size())[data.get_local_rank()] for each in batch) for batch in BATCHES]
         train_in_stages(pipeline, OPTIMIZERS[optimizer](model.parameters()), batches, num_accumulated)
-        values = dict(expected.named_parameters(remove_duplicate=False))
+        values = train_on_one_device(optimizer, tie_head, num_accumulated)
         for name, parameter in model.named_parameters():
             assert_close(name, parameter.full_tensor(), values[name], 1e-10 * values[name].norm().item())
 
