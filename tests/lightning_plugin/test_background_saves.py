@@ -308,5 +308,5 @@ def test_exit_of_a_process_waits_for_its_save(tmp_path: Path, failing: int) -> N
 def test_executors_run_until_a_save_is_complete() -> None:
     """asyncio, which writes to object stores, needs an executor for names of hosts; a failed run does not wait."""
     for argument, output in (("end", "7"), ("fail", "")):
-        result = run_script(SCRIPT.with_name("executor_at_exit.py"), argument)
+        result = run_script(SCRIPT.with_name("executor_at_exit.py"), argument, warm_processes=1)
         assert result.stdout.strip() == output, result.stderr

@@ -117,6 +117,6 @@ def test_wrong_arguments_raise_errors(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match=r"got '.*llama', which exists; pass another directory"):
         convert(tmp_path / "file.ckpt", path)
     assert not out.exists()
-    result = run_process([sys.executable, "-m", "weft", "convert", tmp_path / "nothing", out])
+    result = run_process([sys.executable, "-m", "weft", "convert", tmp_path / "nothing", out], warm_processes=1)
     assert result.returncode == 2
     assert result.stderr.startswith("weft convert: got the checkpoint") and "Traceback" not in result.stderr

@@ -52,7 +52,9 @@ def _run(device: str) -> None:
     program = PROGRAM.replace("DEVICES", repr([device]))
     path = os.pathsep.join(filter(None, ("tests", os.environ.get("PYTHONPATH"))))
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    result = run_process([sys.executable, "-c", program], env=environment, timeout=200)
+    warm_processes = 1 if device == "cpu" else 0
+    command = [sys.executable, "-c", program]
+    result = run_process(command, env=environment, timeout=200, warm_processes=warm_processes)
     assert result.returncode == 0, result.stderr
     assert f"{device} ok" in result.stdout
 

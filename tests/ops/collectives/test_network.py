@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.networks import ADDRESSES, INTERFACES, in_network_namespace, two_networks
+from support.networks import (
+    ADDRESSES,
+    INTERFACES,
+    in_network_namespace,
+    script_in_network_namespace,
+    two_networks,
+)
 from support.processes import ProcessTree
 
 SCRIPT = Path(__file__).with_name("network.py")
@@ -27,12 +33,17 @@ def networks() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
 def test_hosts_in_two_networks_communicate(networks: tuple[str, str], hosts: str) -> None:
     environment = {"OMP_NUM_THREADS": "1", "WEFT_HOST_ID": ""}  # hosts are distinguished by their real identity
+    is_warm = len(hosts) > 2  # the two ranks are new interpreters
     with contextlib.ExitStack() as ranks:
         jobs = []
         for rank, host in enumerate(hosts):
             arguments = [str(rank), str(len(hosts)), ADDRESSES[0], INTERFACES["ab".index(host)]]
-            command = [*in_network_namespace(networks["ab".index(host)]), sys.executable, str(SCRIPT), *arguments]
-            jobs.append(ranks.enter_context(ProcessTree(command, env=environment)))
+            network = networks["ab".index(host)]
+            start = [*in_network_namespace(network), sys.executable]
+            if is_warm:
+                start = script_in_network_namespace(network)
+            tree = ProcessTree([*start, str(SCRIPT), *arguments], env=environment, warm_processes=int(is_warm))
+            jobs.append(ranks.enter_context(tree))
         seen = []
         for job in jobs:
             result = job.wait(timeout=120)

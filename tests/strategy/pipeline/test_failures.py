@@ -141,7 +141,7 @@ except weft.PeerLostError as error:
 
 
 def test_killed_rank_is_named_immediately(tmp_path: Path) -> None:
-    result = run_script(KILLED_RANK, str(tmp_path / "store"), timeout=100)
+    result = run_script(KILLED_RANK, str(tmp_path / "store"), timeout=100, warm_processes=1)
     assert result.returncode == 0, result.stderr
     seconds, _, text = result.stdout.partition(" ")
     assert float(seconds) < 60  # the group's timeout is half an hour
