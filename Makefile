@@ -49,8 +49,8 @@ test-python: build
 CUDA_MARKS := mark\.(cuda|gpu|nccl|cuda_runtime)\b|on_device\(
 test-cuda: build
 	if [ -f build/dev/tests/cuda_runtime/libweft_cuda_runtime.so ]; then \
-	  OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m support.cuda_runtime -m pytest -n $(TEST_JOBS) --dist loadfile \
-	    --no-loadscope-reorder -m "cuda or gpu or cuda_runtime or nccl" \
+	  PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONPATH=tests $(PY) -m support.cuda_runtime -m pytest -n $(TEST_JOBS) \
+	    --dist loadfile --no-loadscope-reorder -m "cuda or gpu or cuda_runtime or nccl" \
 	    $$(grep -rlE '$(CUDA_MARKS)' tests --include='test_*.py' | sort); \
 	else echo "test-cuda: left out, because the build has no CUDA sources"; fi
 
