@@ -5,6 +5,7 @@ A rank whose loader ends early leaves the other ranks of its group waiting in th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -136,7 +137,7 @@ class LockstepLoader:
             this rank has another batch and raises if ranks differ; or None, for an iteration without checks.
     """
 
-    __slots__ = ("_weft_loader", "_weft_make_check")
+    __slots__ = ("_weft_loader", "_weft_make_check", "_weft_state")
 
     def __init__(self, loader: Any, make_check: Callable[[], Callable[[bool], None] | None]) -> None:
         object.__setattr__(self, "_weft_loader", loader)
@@ -160,8 +161,11 @@ class LockstepLoader:
 
     def __iter__(self) -> Iterator[Any]:
         check_next = self._weft_make_check()
-        batches = iter(self._weft_loader)
+        batches = self._begin()
         return batches if check_next is None else _checked(batches, check_next)
+
+    def _begin(self) -> Iterator[Any]:
+        return iter(self._weft_loader)
 
 
 class _StatefulLockstepLoader(LockstepLoader):
@@ -179,10 +183,43 @@ class _StatefulLockstepLoader(LockstepLoader):
         return self._weft_loader.load_state_dict(state)
 
 
-def in_lockstep(loader: Any, make_check: Callable[[], Callable[[bool], None] | None]) -> LockstepLoader:
-    """Return a LockstepLoader around a loader, which is stateful if the loader is."""
-    is_stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-    return (_StatefulLockstepLoader if is_stateful else LockstepLoader)(loader, make_check)
+class RecordingLoader(_StatefulLockstepLoader):
+    """Keeps the state that the loader had before the batch that it has given last."""
+
+    __slots__ = ()
+
+    def state_before_last_batch(self) -> Any:
+        """Return that state; before the first batch, the loader's own."""
+        return getattr(self, "_weft_state", None) or self.state_dict()
+
+    def _begin(self) -> Iterator[Any]:
+        return self._recording(iter(self._weft_loader))
+
+    def _recording(self, batches: Iterator[Any]) -> Iterator[Any]:
+        end = object()
+        while True:
+            object.__setattr__(self, "_weft_state", copy.deepcopy(self.state_dict()))
+            batch = next(batches, end)
+            if batch is end:
+                return
+            yield batch
+
+
+def in_lockstep(
+    loader: Any, make_check: Callable[[], Callable[[bool], None] | None], records: bool = False
+) -> LockstepLoader:
+    """Return a LockstepLoader around a loader, which is stateful if the loader is.
+
+    records: a stateful loader becomes a RecordingLoader.
+    """
+    if not is_stateful(loader):
+        return LockstepLoader(loader, make_check)
+    return (RecordingLoader if records else _StatefulLockstepLoader)(loader, make_check)
+
+
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader has a state of its own, which Lightning saves."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def without_lockstep(loader: Any) -> Any:

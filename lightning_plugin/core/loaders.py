@@ -32,6 +32,7 @@ from weft._plugin.loader_check import (
     gather,
     has_reliable_length,
     in_lockstep,
+    is_stateful,
     loader_length,
 )
 from weft._plugin.resumable_loaders import ResumableLoader, make_resumable
@@ -147,10 +148,11 @@ class TrainerLoaders(Loaders):
         if trainer.training:
             self._log_order(dataloader)
             dataloader = self._resumable(dataloader)
-        if not self.are_compared:
-            return dataloader
-        loop, limit_name = _loop_of(trainer)
         length = loader_length(dataloader)
+        records = trainer.training and length == UNKNOWN and is_stateful(dataloader)
+        if not self.are_compared:
+            return in_lockstep(dataloader, lambda: None, records) if records else dataloader
+        loop, limit_name = _loop_of(trainer)
         limited = _limited(length, getattr(trainer, limit_name))
         states = self.gather_states(length, limited, int(has_reliable_length(dataloader)), from_all_ranks=True)
         exchanged = self._exchanged_by_data_ranks(loop)
@@ -168,7 +170,7 @@ class TrainerLoaders(Loaders):
             self._training_lengths_differ |= len(set(lengths)) > 1
         if all(are_reliable):
             return dataloader
-        return in_lockstep(dataloader, lambda: partial(self._check_next_batch, loop, loader_name, advice))
+        return in_lockstep(dataloader, lambda: partial(self._check_next_batch, loop, loader_name, advice), records)
 
     def resume(self, positions: list[dict[str, Any] | None]) -> None:
         """Let the training loaders, when they are set up next, begin at the positions of a checkpoint."""

@@ -33,6 +33,7 @@ from weft._plugin.resumable_loaders import positions
 from weft._plugin.resuming import Resuming
 from weft._plugin.saves import finish_save_of_exception, let_checkpoints_see_saves, refuse_without_plan, remove
 from weft._plugin.stage_steps import STEPS
+from weft._plugin.stateful_loaders import load_states, save_states
 from weft._plugin.stock_checks import check_module
 from weft._plugin.strategy_mixin import StrategyMixin
 from weft._plugin.trainer_stages import TrainerStages
@@ -430,7 +431,10 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a directory of shards, or one file with save_distributed_checkpoint=False; collective."""
-        found = [] if self.lightning_module is None else positions(checkpoint, self.lightning_module.trainer)
+        found = []
+        if self.lightning_module is not None:
+            found = positions(checkpoint, self.lightning_module.trainer)
+            save_states(checkpoint, self.lightning_module.trainer, self._engine.data_axes)
         if found:
             checkpoint[LOADERS_KEY] = found
         self._engine.random_states.of_loaders = [None if each is None else each["random_state"] for each in found]
@@ -456,6 +460,7 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
         if self._is_fitting:
             found = loaded.pop(LOADERS_KEY, [])
             self._loaders.resume(self._engine.random_states.with_own_states(found))
+            load_states(loaded, self._engine.data_axes, self._engine.console.warn)
         return loaded
 
 
