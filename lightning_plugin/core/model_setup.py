@@ -254,6 +254,11 @@ def move_unsharded(module: Module, device: torch.device) -> None:
                 parameter.data = parameter.data.to(device)
 
 
+def is_on(module: Module, device: torch.device) -> bool:
+    """Return whether all parameters and buffers of a module are on a device."""
+    return all(tensor.device == device for tensor in (*module.parameters(), *module.buffers()))
+
+
 def _log_building_advice(engine: Engine, module: Module) -> None:
     """Log advice if every rank has built the full model and keeps only a shard of it."""
     num_bytes = materialized_bytes(module)

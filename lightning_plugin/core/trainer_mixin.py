@@ -23,7 +23,7 @@ from weft._plugin.largest_batch import LargestBatch, find_largest_batch
 from weft._plugin.late_ties import LateTies
 from weft._plugin.loader_check import without_lockstep
 from weft._plugin.loaders import TrainerLoaders
-from weft._plugin.model_setup import apply_plan, join_weights, move_unsharded
+from weft._plugin.model_setup import apply_plan, is_on, join_weights, move_unsharded
 from weft._plugin.options import Options, StockOptions
 from weft._plugin.parameter_code import CALL_GRADIENT_HOOKS, run_step, with_local_parameters
 from weft._plugin.parameter_replacements import parameters_of
@@ -173,11 +173,14 @@ class TrainerMixin(StrategyMixin, StockTrainerStrategy):
             self._step_in_backward(trainer)
 
     def model_to_device(self) -> None:
-        """Like the stock method; offloaded parameters stay in CPU memory."""
-        if not self._engine.options.offloads_parameters:
+        """Like the stock method; offloaded parameters stay in CPU memory.
+
+        A module that is on its device stays untouched: torch cannot move DTensors for which compiled code has guards.
+        """
+        if self._engine.options.offloads_parameters:
+            move_unsharded(self.model, self.root_device)
+        elif self.lightning_module.device != self.root_device or not is_on(self.model, self.root_device):
             super().model_to_device()
-            return
-        move_unsharded(self.model, self.root_device)
 
     def _step_in_backward(self, trainer: Any) -> None:
         """Make the optimizer step in the backward, with the Trainer's clipping."""

@@ -27,7 +27,7 @@ from weft.strategy.pipeline.runner import MAX_STAGES, Runner, Work
 from weft.strategy.pipeline.sequence_lengths import SequenceLengths, check_tokens_stay
 from weft.strategy.pipeline.sharded_stages import ShardedStages
 from weft.strategy.pipeline.staged_model import StagedModel, staged_model_of
-from weft.strategy.pipeline.stages import Layers, find_layers
+from weft.strategy.pipeline.stages import Layers, check_not_compiled, find_layers
 from weft.strategy.pipeline.step_clock import StepClock
 from weft.strategy.pipeline.steps_in_backward import Stepper, check_can_step
 from weft.strategy.pipeline.tied import TiedGradients, check_equal_shards, secondary_copies
@@ -98,6 +98,7 @@ class Pipeline:
             raise TypeError(f"pipeline: the cuts are the text {cuts!r}; pass a list of names, or 'auto'.")
         if staged_model_of(model) is not None:
             raise ValueError(f"pipeline: this {type(model).__name__} is in stages already; build the model anew.")
+        check_not_compiled("pipeline:", "", model)
         self._group = pipeline_group(mesh)
         num_ranks = self._group.size()
         parameter_device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

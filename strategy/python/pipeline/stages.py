@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from weft.strategy.recognition.assignments import join
+from weft.strategy.recognition.shell import is_compile_wrapper
 
 ANY_STAGE = -1  # for layers without parameters and persistent buffers, which run wherever they are called
 
@@ -94,6 +95,16 @@ def find_layers(
                 "each a module of its own, with tied parameters if they are to be shared."
             )
     return found
+
+
+def check_not_compiled(owner: str, name: str, module: nn.Module) -> None:
+    """Raise ValueError for a module that is to be divided, or that contains it, and that the user has compiled."""
+    if is_compile_wrapper(module) or module.__dict__.get("_compiled_call_impl") is not None:
+        what = f"the compiled module {name!r}" if name else f"a compiled {type(module).__name__}"
+        raise ValueError(
+            f"{owner} got {what}, and torch.compile cannot trace a forward that is divided into stages; compile its "
+            "blocks instead."
+        )
 
 
 def check_names(modules: Collection[str], cuts: Sequence[str]) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 
 from weft.strategy.pipeline.choose import candidates
 from weft.strategy.pipeline.staged_model import find_staged
-from weft.strategy.pipeline.stages import check_names, nearest_text
+from weft.strategy.pipeline.stages import check_names, check_not_compiled, nearest_text
+from weft.strategy.recognition.shell import is_compile_wrapper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,7 @@ def find_target(
     """
     if given is None and (found := find_staged(module)) is not None:  # an earlier run has divided the module
         given = found[0]
+    _check_compiled_children(owner, module, given, cuts)
     if given is None:
         given = _infer_name(owner, module, cuts, num_stages)
     try:
@@ -56,6 +58,8 @@ def find_target(
             f"{owner} got pipeline_module={given!r}, which {type(module).__name__} does not have; name one of its "
             f"modules: {children}."
         ) from None
+    for name in _with_ancestors(given):
+        check_not_compiled(owner, name, module.get_submodule(name))
     if given == "" and not has_own_forward(module):
         raise ValueError(
             f"{owner} is to divide {type(module).__name__} itself, which has no forward of its own; write a forward "
@@ -67,6 +71,20 @@ def find_target(
     relative = tuple(_name_inside(given, cut, names) for cut in cuts)
     check_names(names, relative)
     return PipelineTarget(given, relative)
+
+
+def _check_compiled_children(owner: str, module: nn.Module, given: str | None, cuts: Sequence[str] | None) -> None:
+    """Raise ValueError if the cuts are in a child that `torch.compile` wraps, and whose names therefore differ."""
+    for name, child in module.named_children():
+        names = [inner.replace("_orig_mod.", "") for inner in _names(child)]
+        if given in (None, name) and cuts and is_compile_wrapper(child) and _contains_all(name, cuts, names):
+            check_not_compiled(owner, name, child)
+
+
+def _with_ancestors(name: str) -> list[str]:
+    """Return the names of a module and of the modules around it, "" first."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def _infer_name(owner: str, module: Any, cuts: Sequence[str] | None, num_stages: int) -> str:
