@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from strategy.hugging_face.training import accelerate, join, model_on, train, trainer_on
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -97,6 +96,8 @@ def test_accelerate_is_as_on_one_process(tmp_path: Path, saves: str, resumes: st
     first, second = _accelerated_on_one_process()
     for found in run(saves, str(tmp_path), accelerate, saves=True):
         assert_same(found, first)
+    from safetensors.torch import load_file
+
     saved = load_file(tmp_path / "model/model.safetensors")
     assert_same(saved, first["weights"])
     for found in run(resumes, str(tmp_path), accelerate, saves=False):
