@@ -61,7 +61,7 @@ def _of(function: Function, *names: str, **options: Any) -> list[Feature]:
 _EVERYWHERE = dict.fromkeys(LAYOUTS, ADDED_ENTRY)
 FEATURES = (
     *_of(trainer_runs.loaders, "IterableDataset", "CombinedLoader"),
-    *_of(trainer_runs.loaders, "StatefulDataLoader", needs="torchdata"),
+    *_of(trainer_runs.loaders, "StatefulDataLoader", "StatefulDataLoader of an IterableDataset", needs="torchdata"),
     *_of(trainer_runs.loaders, "LearningRateFinder", "Tuner.lr_find"),
     *_of(trainer_runs.monitors, "GradientAccumulationScheduler", "LearningRateMonitor", "ModelSummary", "Timer"),
     *_of(trainer_runs.monitors, "DeviceStatsMonitor", needs="psutil"),
