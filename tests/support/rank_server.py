@@ -82,7 +82,7 @@ def serve(fd: int, parent_pid: int, search_path: list[str], used: list[str]) -> 
 
 def _preload(names: list[str]) -> None:
     for name in names:
-        if importlib.util.find_spec(name.partition(".")[0]) is None:
+        if not _is_installed(name.partition(".")[0]):
             continue
         try:
             importlib.import_module(name)
@@ -98,6 +98,13 @@ def _preload(names: list[str]) -> None:
                 f"importing {name} started {num_threads - 1} threads, which a fork would lose; "
                 "start them at first use instead"
             )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # `without_optional` hides it
+        return False
 
 
 def _start_ranks(control: socket.socket, fds: list[int], folder: str, world_size: int) -> list[int]:

@@ -45,7 +45,9 @@ def main(namespace: str, devices: int, folder: Path) -> None:
     data = torch.randn(32, 8, generator=torch.Generator().manual_seed(3))
     loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=1)
     options = {"accelerator": "cpu", "devices": devices, "strategy": "weft", "enable_progress_bar": False}
-    trainer = lightning.Trainer(**options, max_epochs=2, default_root_dir=folder, gradient_clip_val=0.1)
+    logger = importlib.import_module(f"{namespace}.loggers").CSVLogger(folder)
+    arguments = {"max_epochs": 2, "default_root_dir": folder, "gradient_clip_val": 0.1, "logger": logger}
+    trainer = lightning.Trainer(**options, **arguments)
     model = Model()
     trainer.fit(model, loader, loader)
     tested = trainer.test(model, loader, verbose=False)
