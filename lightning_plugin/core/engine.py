@@ -41,6 +41,7 @@ from weft._plugin.options import (
 from weft._plugin.parameter_replacements import ParameterReplacements
 from weft._plugin.process_group import check_world_size
 from weft._plugin.random_states import RandomStates
+from weft._plugin.rank_placement import RankPlacement
 from weft._plugin.replicas import broadcast_random_state, broadcast_values, random_state_of_first_rank
 from weft._plugin.stages import Stages
 from weft._plugin.start_summary import StartSummary
@@ -97,6 +98,7 @@ class Engine:
         self.in_backward = InBackwardSteps(self)
         self.memory_watch = MemoryWatch()
         self.random_states = RandomStates(self)
+        self.rank_placement = RankPlacement(self)
         self.replacements = ParameterReplacements()
         self.start_summary = StartSummary(self)
         self.end_summary = EndSummary(self)
@@ -245,6 +247,7 @@ class Engine:
         """Begin a run with these groups; the process group and the mesh must exist. Collective."""
         self._groups = groups
         self._data_axes = DataAxes(self.mesh, groups, self.sharding_stage)
+        self.rank_placement.begin()
         self.broadcast_random_state()
         self.batch_check.restart()
         self.stages.batch_check.restart()
@@ -254,6 +257,7 @@ class Engine:
         """Remove the hooks that tag memory, step in the backward and average; model, mesh and groups stay usable."""
         self.memory_watch.end()
         self.in_backward.stop()
+        self.rank_placement.end()
         if self._data_axes is not None:
             self._data_axes.release()
 

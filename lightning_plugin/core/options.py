@@ -181,6 +181,8 @@ class Options:
             while each rank copies its shards into CPU memory, which is kept for the next save. One save is written at
             a time. An error is raised by the next save in the background, by loading, or at the end of `fit`. False: a
             save returns when the checkpoint is on the disk.
+        affinity: "auto": until the run ends, each rank of a host runs on its share of the processors that all of them
+            may use; see `weft.strategy.spread_ranks`. None: where the kernel puts it.
         resume: "auto": the first `fit` of a Trainer goes on from the newest complete checkpoint directory in the
             `dirpath` of its callbacks (ModelCheckpoint, Preemption), as `newest_checkpoint` finds it, so that a job
             that is started again needs no `ckpt_path`. A `ckpt_path` is used if there is none, or if it is a directory
@@ -220,6 +222,7 @@ class Options:
     pretrained: str | os.PathLike[str] | None = None
     allow_pickle: bool = False
     async_save: bool = False
+    affinity: Literal["auto"] | None = None
     resume: Literal["auto"] | None = None
 
     @property
@@ -296,6 +299,8 @@ class Options:
             raise ValueError(
                 f"{owner} got optimizer_in_backward='rows' without a plan that fuses MLPs; pass plan='auto'."
             )
+        if self.affinity not in (None, "auto"):
+            raise ValueError(f"{owner} got affinity={self.affinity!r}; pass 'auto', or None.")
         if self.resume not in (None, "auto"):
             raise ValueError(f"{owner} got resume={self.resume!r}; pass 'auto', or None and a ckpt_path to fit.")
         for name, is_set in (("async_save=True", self.async_save), ("resume='auto'", self.resume is not None)):

@@ -17,6 +17,7 @@ from weft.strategy._aliases import Aliases
 
 if TYPE_CHECKING:
     from weft.strategy._plan import AXIS_NAMES, STYLES, Mesh
+    from weft.strategy.affinity import spread_ranks
     from weft.strategy.apply import parallelize
     from weft.strategy.comparison import Comparison, compare
     from weft.strategy.deferred import deferred_init
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "_plan": ("AXIS_NAMES", "STYLES", "Mesh"),
+    "affinity": ("spread_ranks",),
     "apply": ("parallelize",),
     "comparison": ("Comparison", "compare"),
     "deferred": ("deferred_init",),
@@ -105,6 +107,7 @@ __all__ = [
     "rank_reports",
     "report",
     "save_pretrained",
+    "spread_ranks",
 ]
 
 

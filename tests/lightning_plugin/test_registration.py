@@ -63,7 +63,7 @@ def test_signature_extends_signature_of_lightning(name: str) -> None:
             "micro_batch_weight",
         ]
     last_arguments = ["resume"] if name in TRAINER_MODULES else []
-    assert list(ours)[-25 - len(pipeline_arguments) - len(last_arguments) :] == [
+    assert list(ours)[-26 - len(pipeline_arguments) - len(last_arguments) :] == [
         "plan",
         "check_batches",
         "check_batches_every",
@@ -90,6 +90,7 @@ def test_signature_extends_signature_of_lightning(name: str) -> None:
         "pretrained",
         "allow_pickle",
         "async_save",
+        "affinity",
         *last_arguments,
     ]
 
@@ -163,6 +164,7 @@ def test_absent_namespace_raises() -> None:
         ),
         ({"plan": {"a": "diagonal"}}, ValueError, "diagonal"),
         ({"plan": 3}, TypeError, "got a int"),
+        ({"affinity": True}, ValueError, "affinity=True; pass 'auto', or None"),
         ({"check_batches": -1}, ValueError, "check_batches=-1"),
         ({"check_batches_every": 0.5}, ValueError, "check_batches_every=0.5"),
         ({"fused_optimizers": "yes"}, ValueError, "fused_optimizers='yes'"),
@@ -194,7 +196,7 @@ def test_unknown_arguments_raise(name: str) -> None:
     ):
         cls(qqq=1, lay_out="dp2")
     with pytest.raises(TypeError, match=r"^WeftModelParallelStrategy: too many positional arguments; pass .*by name: "):
-        cls(*[None] * 40)
+        cls(*[None] * 60)
     # LightningCLI and type checkers read the signature.
     hints = typing.get_type_hints(cls.__init__)
     assert hints["tensor_parallel_size"] == int | str and hints["return"] is type(None)
