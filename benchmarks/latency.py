@@ -39,7 +39,7 @@ import torch.distributed as dist
 from collectives import CALLS, KIB, MIB, call_of
 from common import machine_facts, run_on_ranks
 
-import weft  # noqa: F401  (registers the backend)
+from weft.strategy.affinity import run_on
 
 SIZES = (64, 4 * KIB, 64 * KIB, 256 * KIB, 4 * MIB)
 CONDITIONS = ("back_to_back", "skewed", "busy", "apart", "together")
@@ -140,16 +140,17 @@ def _timed(
 def _under(condition: str) -> Iterator[None]:
     """Put this rank under a condition; collective."""
     usable = os.sched_getaffinity(0)
-    rank, child = dist.get_rank(), 0
+    rank, child, parent = dist.get_rank(), 0, os.getpid()
     if condition == "apart":
-        os.sched_setaffinity(0, {sorted(usable)[rank % len(usable)]})
+        run_on({sorted(usable)[rank % len(usable)]})
     elif condition == "together":
-        os.sched_setaffinity(0, {min(usable)})
+        run_on({min(usable)})
     elif condition == "busy" and rank == 0:
         child = os.fork()
         if child == 0:
-            while True:  # until it is killed
+            while os.getppid() == parent:  # until it is killed
                 pass
+            os._exit(0)
     try:
         dist.barrier()
         yield
@@ -157,7 +158,7 @@ def _under(condition: str) -> Iterator[None]:
         if child:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        os.sched_setaffinity(0, usable)
+        run_on(usable)
 
 
 def percentile(values: list[float], percent: int) -> float:
