@@ -1,4 +1,4 @@
-"""What the user's code compiles trains as on one device, or raises its error on all ranks."""
+"""A module that the user's code compiles trains as on one device, or raises an error on all ranks."""
 
 from __future__ import annotations
 

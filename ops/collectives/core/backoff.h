@@ -1,6 +1,6 @@
 #pragma once
 
-// What a waiting rank does between two polls: it spins, then yields its processor, then sleeps.
+// The steps of a waiting rank between two polls: it spins, then yields its processor, then sleeps.
 
 #include "shared_state.h"
 

@@ -38,7 +38,7 @@ struct Cluster {
   int64_t device_bytes = 0;  // the memory of a device
   LinkRates within_host;
   LinkRates across_hosts;  // of one device; the devices of a host have links of their own
-  // What a collective takes until the last rank calls it, beside the messages: processes that take
+  // The time of a collective until the last rank calls it, beside the messages: processes that take
   // turns on a core do not arrive at once. An all-gather waits for it as long as an all-reduce.
   double seconds_per_wait = 0;
   // For optimizer states in CPU memory. All 0: the devices are CPU ranks, whose states are there.
