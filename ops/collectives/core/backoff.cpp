@@ -4,6 +4,31 @@
 
 namespace weft::collectives {
 
+namespace {
+
+std::atomic<int> num_crowded_groups{0};
+
+}  // namespace
+
+int num_processors(const SharedState& shared) {
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  for (int rank = 0; rank < shared.num_ranks(); ++rank) {
+    CPU_OR(&all, &all, &shared.rank(rank).processors);
+  }
+  return CPU_COUNT(&all);
+}
+
+CrowdedGroup::CrowdedGroup(bool is_crowded) : is_crowded_(is_crowded) {
+  if (is_crowded_) ++num_crowded_groups;
+}
+
+CrowdedGroup::~CrowdedGroup() {
+  if (is_crowded_) --num_crowded_groups;
+}
+
+bool CrowdedGroup::exists() { return num_crowded_groups.load(std::memory_order_relaxed) > 0; }
+
 void publish_processor(const SharedState& shared, int rank) {
   std::atomic<int32_t>& own = shared.rank(rank).processor;
   const int32_t current = sched_getcpu();

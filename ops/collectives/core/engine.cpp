@@ -24,21 +24,20 @@ constexpr std::chrono::milliseconds kCheckInterval{25};
 constexpr std::chrono::microseconds kBackgroundPollInterval{300};
 constexpr int kIdlePollsBeforeSleep = 10;
 
-int num_processors() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
-// Returns how many times a driver polls before it yields. If every rank has a processor, spinning
-// for some microseconds is cheaper than a wake-up. If ranks share processors, the rank that this
-// rank waits for may need this processor.
-int spins_for(int num_ranks) { return num_ranks <= num_processors() ? 2000 : 20; }
+// How many times a driver polls before it yields. If every rank has a processor, spinning for some
+// microseconds is cheaper than a wake-up. If ranks share processors, the rank that this rank waits
+// for may need this processor.
+constexpr int kSpins = 2000;
+constexpr int kSpinsIfCrowded = 20;
 
 // After spinning, a rank yields its processor, perhaps to the rank it waits for, before it sleeps:
 // waking up takes longer than most operations. Measured on 2 processors with
 // benchmarks/collectives.py: a 4 KiB all-reduce on 4 ranks takes 280 to 430 us without yields and
-// 75 to 90 us with them.
-constexpr int kYields = 500;
+// 75 to 90 us with them. Beside a process that computes, a yield lasts as long as that process
+// runs, while a rank that sleeps runs soon after it is woken up. With benchmarks/latency.py, 256
+// KiB on 4 ranks take 310 to 440 us beside a busy process (P50) with this time, and 3,600 to 4,000
+// us with ten times as much.
+constexpr std::chrono::microseconds kYieldTime{1000};
 
 // The engine that this thread drives, or null. wait() needs it, because an on_done may call wait()
 // on the engine that runs the on_done.
@@ -63,7 +62,7 @@ Engine::Engine(const Store& store, const GroupOptions& options)
       shared_(membership_.shared),
       peers_(shared_),
       fork_generation_(fork_generation()),
-      num_spins_(spins_for(options.size)),
+      crowded_(options.size > num_processors(shared_)),
       cursor_{Barrier(shared_, options.rank), 0, 0},
       messages_(shared_, options.rank) {}
 
@@ -229,27 +228,33 @@ void Engine::drive(const Operation* until) {
   };
   const bool is_background = until == nullptr;
   // The background thread does not spin or yield: it leaves the processor to threads that compute.
-  Backoff backoff(is_background ? 0 : num_spins_, is_background ? 0 : kYields);
+  const int num_spins = CrowdedGroup::exists() ? kSpinsIfCrowded : kSpins;
+  Backoff backoff(is_background ? 0 : num_spins,
+                  is_background ? std::chrono::microseconds{0} : kYieldTime);
   if (!is_background) publish_processor(shared_, options_.rank);
   next_check_ = Clock::now() + kCheckInterval;
+  Clock::time_point now;
+  const auto read_clock = [&] { return now = Clock::now(); };
   while (!is_over()) {
     if (advance()) {
       backoff.reset();
       continue;
     }
-    const auto step = backoff.next([&] { return shares_processor(shared_, options_.rank); });
+    const auto step =
+        backoff.next([&] { return shares_processor(shared_, options_.rank); }, read_clock);
     if (step == Backoff::Step::kSpin) {
       pause();
       continue;
     }
     // Check before each yield: a yield may last a time slice on a busy machine.
-    if (const auto now = Clock::now(); now >= next_check_) {
+    if (now >= next_check_) {
       next_check_ = now + kCheckInterval;
       check_health();
       continue;
     }
     if (step == Backoff::Step::kYield) {
       sched_yield();
+      publish_processor(shared_, options_.rank);
       continue;
     }
     const uint32_t num_rings = doorbell.start_listening();

@@ -7,6 +7,7 @@
 //
 // Thread-safe.
 
+#include "backoff.h"
 #include "collective.h"
 #include "group.h"
 #include "messages.h"
@@ -102,7 +103,7 @@ class Engine final : public Group {
   const SharedState& shared_;
   const Peers peers_;
   const unsigned fork_generation_;
-  const int num_spins_;
+  const CrowdedGroup crowded_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -172,6 +172,7 @@ class Rendezvous {
     RankBlock& own = shared.rank(options_.rank);
     own.pid = getpid();
     own.start_time = start_time;
+    sched_getaffinity(0, sizeof own.processors, &own.processors);
     own.global_rank = options_.global_ranks.empty()
                           ? options_.rank
                           : options_.global_ranks[static_cast<size_t>(options_.rank)];

@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <sched.h>
 #include <span>
 #include <string>
 #include <sys/types.h>
@@ -63,6 +64,7 @@ struct RankBlock {
   int32_t global_rank = 0;                            // for error messages
   std::atomic<int32_t> waits_for{kNoRank};            // a rank of another host
   std::atomic<int32_t> processor{-1};                 // on which this rank last began to wait
+  cpu_set_t processors{};                             // that this rank could use when it joined
   alignas(64) std::atomic<uint64_t> num_arrivals{0};  // of this rank
   Doorbell doorbell;
 };
