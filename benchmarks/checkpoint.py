@@ -5,10 +5,11 @@
 
 Each rank holds --megabytes of float32 weights of [4096, 4096], half of them sharded by rows and half by columns. Both
 sides synchronise their files with the disk, and load into weights that exist; weft also compares checksums. The files
-are read from the page cache. A sample is the time of the slowest rank, the ways are taken in turn, and each set has
-fresh processes. "copy" is a copy of the rank's weights to other memory. "start" is the time that training stands still
-for a save in the background, and "async" the time until it is on the disk; the ranks do nothing else meanwhile. The
-strategies of Lightning save by torch.distributed.checkpoint.save, which is "torch save".
+are read from the page cache. A sample is the time of the slowest rank, and the ways are taken in turn. Each set has
+fresh processes for the saves, and others for the loads of the last sample's files, as a training that goes on has.
+"copy" is a copy of the rank's weights to other memory. "start" is the time that training stands still for a save in the
+background, and "async" the time until it is on the disk; the ranks do nothing else meanwhile. The strategies of
+Lightning save by torch.distributed.checkpoint.save, which is "torch save".
 
 --check fails if weft saves more slowly than torch, does not load 1.5 times as fast, or stands still for more than 1.2
 times the copy, by the median of paired ratios.
@@ -56,26 +57,53 @@ def _weights(megabytes: int) -> dict[str, DTensor]:
     return weights
 
 
-def measure(megabytes: int, samples: int, folder: Path) -> dict[str, Any]:
-    """Return the seconds of each way, by sample, and the bytes of a rank's weights."""
-    from weft.strategy import durable
-    from weft.strategy.checkpoint import background, open_checkpoint, save
+def _timed(seconds: dict[str, list[float]], way: str, call: Callable[[], Any]) -> None:
+    """Append the time of the slowest rank; collective."""
+    dist.barrier()
+    begin = time.perf_counter()
+    call()
+    own = torch.tensor(time.perf_counter() - begin)
+    dist.all_reduce(own, dist.ReduceOp.MAX)
+    seconds[way].append(own.item())
 
-    weights = _weights(megabytes)
-    target = {
+
+def _like(weights: dict[str, DTensor]) -> dict[str, DTensor]:
+    return {
         name: DTensor.from_local(torch.zeros_like(w.to_local()), w.device_mesh, w.placements)
         for name, w in weights.items()
     }
-    group = dist.new_group()  # torch's thread starts collectives
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
 
-    def timed(way: str, call: Callable[[], Any]) -> None:
-        dist.barrier()
-        begin = time.perf_counter()
-        call()
-        own = torch.tensor(time.perf_counter() - begin)
-        dist.all_reduce(own, dist.ReduceOp.MAX)
-        seconds[way].append(own.item())
+
+def measure_loads(megabytes: int, samples: int, folder: Path) -> dict[str, list[float]]:
+    """Return the seconds of each way to load `folder`'s checkpoints "weft" and "torch", by sample; collective."""
+    from weft.strategy.checkpoint import open_checkpoint
+
+    target, ours, torchs = _like(_weights(megabytes)), folder / "weft", folder / "torch"
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS if "load" in way}
+    for sample in range(-1, samples):  # sample -1 is not counted: it maps memory
+        loads = [
+            ("weft load", lambda: open_checkpoint(ours).load({"model": target})),
+            ("weft load, unchecked", lambda: open_checkpoint(ours, verify=False).load({"model": target})),
+            ("torch load", lambda: dcp.load({"model": target}, checkpoint_id=torchs)),
+        ]
+        for way, call in loads if sample % 2 else reversed(loads):
+            _timed(seconds, way, call)
+    return {way: values[1:] for way, values in seconds.items()}
+
+
+def measure(megabytes: int, samples: int, folder: Path) -> dict[str, Any]:
+    """Return the seconds of each way to save, by sample, and the bytes of a rank's weights; collective.
+
+    Leaves the checkpoints of the last sample in `folder`, as "weft" and "torch".
+    """
+    from weft.strategy import durable
+    from weft.strategy.checkpoint import background, save
+
+    weights = _weights(megabytes)
+    target = _like(weights)
+    group = dist.new_group()  # torch's thread starts collectives
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS if "load" not in way}
+    timed = partial(_timed, seconds)
 
     def start_weft(path: Path) -> None:
         background.start(path, durable.temporary_name(path), {"model": weights}, {}, {}, 600.0)
@@ -108,17 +136,10 @@ def measure(megabytes: int, samples: int, folder: Path) -> dict[str, Any]:
             dist.barrier()
             if dist.get_rank() == 0:
                 shutil.rmtree(path)
-        loads = [
-            ("weft load", lambda ours=ours: open_checkpoint(ours).load({"model": target})),
-            ("weft load, unchecked", lambda ours=ours: open_checkpoint(ours, verify=False).load({"model": target})),
-            ("torch load", lambda torchs=torchs: dcp.load({"model": target}, checkpoint_id=torchs)),
-        ]
-        for way, call in loads if sample % 2 else reversed(loads):
-            timed(way, call)
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(ours)
-            shutil.rmtree(torchs)
+            for path, name in ((ours, "weft"), (torchs, "torch")):
+                path.rename(folder / name) if sample == samples - 1 else shutil.rmtree(path)
     num_bytes = sum(weight.to_local().nbytes for weight in weights.values())
     return {"seconds": {way: values[1:] for way, values in seconds.items()}, "bytes": num_bytes}
 
@@ -166,7 +187,9 @@ def main() -> int:
         sets = []
         for _ in range(args.sets):
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-                sets.append(run_on_ranks(measure, num_ranks, args.megabytes, args.samples, Path(folder)))
+                of_set = (num_ranks, args.megabytes, args.samples, Path(folder))
+                sets.append(run_on_ranks(measure, *of_set))
+                sets[-1]["seconds"] |= run_on_ranks(measure_loads, *of_set)
         rows.append(_row(num_ranks, sets))
     if args.json:
         print(json.dumps({"benchmark": "checkpoint", "machine": machine_facts(), "results": rows}, indent=2))

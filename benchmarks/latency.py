@@ -189,6 +189,7 @@ def main() -> int:
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
     parser.add_argument("--seconds", type=float, default=0.02, help="of the calls of a cell and backend (default 0.02)")
     parser.add_argument("--json", action="store_true", help="print one JSON object, not a table")
+    parser.add_argument("--details", action="store_true", help="print a row for each condition, with all figures")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
     parser.add_argument(
         "--pictures", type=Path, metavar="FOLDER", help="write a histogram for each number of ranks and collective"
@@ -214,7 +215,7 @@ def main() -> int:
     if args.json:
         print(json.dumps(report, indent=2))
     else:
-        print_table(report)
+        print_table(report, args.details)
     violations = failures(report["results"]) if args.check else []
     for sentence in violations:
         print(sentence, file=sys.stderr)

@@ -138,27 +138,49 @@ def readable_size(num_bytes: int) -> str:
     return f"{num_bytes} B" if num_bytes else "-"
 
 
-def print_table(report: dict[str, Any]) -> None:
-    """Print the rows as Markdown, a table for each number of ranks."""
+def print_table(report: dict[str, Any], details: bool = False) -> None:
+    """Print Markdown tables, one for each number of ranks.
+
+    Args:
+        details: a row for each condition, with all figures. Otherwise a row for each collective and size, with weft's
+            P50 and P99 in microseconds and the ratio of the medians gloo / weft for each condition.
+    """
     machine = report["machine"]
     print(f"{machine['cpu']}, {machine['cpus_usable']} cores, torch {machine['torch']}, {machine['date']}")
+    rows = report["results"]
+    for num_ranks in sorted({row["num_ranks"] for row in rows}):
+        print(f"\n### {num_ranks} ranks\n")
+        of_ranks = [row for row in rows if row["num_ranks"] == num_ranks]
+        _print_details(of_ranks) if details else _print_conditions(of_ranks)
+
+
+def _print_conditions(rows: list[dict[str, Any]]) -> None:
+    conditions = [condition for condition in CONDITIONS if any(row["condition"] == condition for row in rows)]
+    cells: dict[tuple[str, int], dict[str, str]] = {}
+    for row in rows:
+        figures = f"{row['weft']['p50']:,.0f}, {row['weft']['p99']:,.0f}; {row['gloo_over_weft']:.1f} x"
+        cells.setdefault((row["call"], row["num_bytes"]), {})[row["condition"]] = figures
+    columns = ["call", "size", *(condition.replace("_", " ") for condition in conditions)]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for (call, num_bytes), by_condition in cells.items():
+        figures = " | ".join(by_condition[condition] for condition in conditions)
+        print(f"| {call} | {readable_size(num_bytes)} | {figures} |")
+
+
+def _print_details(rows: list[dict[str, Any]]) -> None:
     columns = [
         *("call", "size", "condition", "P50", "P90", "P99", "maximum", "medians of sets", "one processor", "switches"),
         *("gloo P50", "gloo P99", "gloo / weft"),
     ]
-    rows = report["results"]
-    for num_ranks in sorted({row["num_ranks"] for row in rows}):
-        print(f"\n### {num_ranks} ranks\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-        for row in rows:
-            if row["num_ranks"] != num_ranks:
-                continue
-            ours, gloo = row["weft"], row["gloo"]
-            cells = [
-                *(row["call"], readable_size(row["num_bytes"]), row["condition"].replace("_", " ")),
-                *(f"{ours[name]:,.1f}" for name in ("p50", "p90", "p99", "max")),
-                f"{ours['medians_of_sets'][0]:,.1f} to {ours['medians_of_sets'][1]:,.1f}",
-                f"{ours['shared']:.0%}",
-                f"{ours['switches'][0]} + {ours['switches'][1]}",
-                *(f"{gloo['p50']:,.1f}", f"{gloo['p99']:,.1f}", f"{row['gloo_over_weft']:.1f}"),
-            ]
-            print(f"| {' | '.join(cells)} |")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for row in rows:
+        ours, gloo = row["weft"], row["gloo"]
+        cells = [
+            *(row["call"], readable_size(row["num_bytes"]), row["condition"].replace("_", " ")),
+            *(f"{ours[name]:,.1f}" for name in ("p50", "p90", "p99", "max")),
+            f"{ours['medians_of_sets'][0]:,.1f} to {ours['medians_of_sets'][1]:,.1f}",
+            f"{ours['shared']:.0%}",
+            f"{ours['switches'][0]} + {ours['switches'][1]}",
+            *(f"{gloo['p50']:,.1f}", f"{gloo['p99']:,.1f}", f"{row['gloo_over_weft']:.1f}"),
+        ]
+        print(f"| {' | '.join(cells)} |")

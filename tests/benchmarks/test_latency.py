@@ -97,14 +97,37 @@ def test_each_limit_is_one_sentence(report_module: Any) -> None:
     assert report_module.failures(other) == []
 
 
+def test_a_table_has_a_column_for_each_condition(report_module: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    sets = [[row([16.0, 18.0], [320.0, 400.0]), row([30.0], [60.0], condition="busy")]]
+    machine = {"cpu": "A processor", "cpus_usable": 2, "torch": "2.15.0", "date": "2026-12-01"}
+    report_module.print_table({"machine": machine, "results": report_module.combine(2, sets)})
+    assert capsys.readouterr().out.splitlines() == [
+        "A processor, 2 cores, torch 2.15.0, 2026-12-01",
+        "",
+        "### 2 ranks",
+        "",
+        "| call | size | back to back | busy |",
+        "|---|---|---|---|",
+        "| all_reduce | 4 KiB | 16, 18; 20.0 x | 30, 30; 2.0 x |",
+    ]
+
+
 def test_a_report_is_read_from_a_file(report_module: Any, tmp_path: Path) -> None:
     sets = [[row([16.0, 17.0], [300.0, 400.0]), row([5.0], [50.0], call="barrier", num_bytes=0, condition="busy")]]
     machine = {"cpu": "A processor", "cpus_usable": 2, "torch": "2.15.0", "date": "2026-12-01"}
     report = {"benchmark": "latency", "machine": machine, "num_sets": 1, "results": report_module.combine(2, sets)}
     source = tmp_path / "latency.json"
     source.write_text(json.dumps(report))
-    command = [sys.executable, str(BENCHMARKS / "latency.py"), "--from", str(source), "--check", "--pictures"]
-    run = subprocess.run([*command, str(tmp_path)], check=False, capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "latency.py"),
+        "--from",
+        str(source),
+        "--details",
+        "--check",
+        "--pictures",
+    ]
+    run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert run.returncode == 1, run.stderr
     assert "P50 is 16.0 us, wanted at most 15." in run.stderr
     lines = run.stdout.splitlines()
