@@ -118,15 +118,8 @@ def test_a_report_is_read_from_a_file(report_module: Any, tmp_path: Path) -> Non
     report = {"benchmark": "latency", "machine": machine, "num_sets": 1, "results": report_module.combine(2, sets)}
     source = tmp_path / "latency.json"
     source.write_text(json.dumps(report))
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "latency.py"),
-        "--from",
-        str(source),
-        "--details",
-        "--check",
-        "--pictures",
-    ]
+    options = ["--from", str(source), "--details", "--check", "--pictures", str(tmp_path)]
+    command = [sys.executable, str(BENCHMARKS / "latency.py"), *options]
     run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert run.returncode == 1, run.stderr
     assert "P50 is 16.0 us, wanted at most 15." in run.stderr
