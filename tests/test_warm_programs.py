@@ -56,6 +56,18 @@ sys.exit(5)
 """
 
 
+@pytest.mark.parametrize("warm_processes", [0, 1])
+def test_rendezvous_of_the_pytest_process_is_not_inherited(
+    monkeypatch: pytest.MonkeyPatch, warm_processes: int
+) -> None:
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    monkeypatch.setenv("RANK", "1")
+    source = "import os; print([os.environ.get(name) for name in ('MASTER_PORT', 'RANK', 'WEFT_CACHE_DIR')])"
+    command = [sys.executable, "-c", source]
+    run = run_process(command, env={"RANK": "3"}, warm_processes=warm_processes)
+    assert run.stdout.strip() == "[None, '3', '']", run.stderr
+
+
 def test_child_is_warm_and_without_state_of_its_parent(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PARENT)

@@ -38,6 +38,8 @@ os.getppid() == int(sys.argv[1]) or os._exit(1)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
+# A Trainer that a test runs in the pytest process leaves these; its port may still be in use.
+RENDEZVOUS_VARIABLES = frozenset({"MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK"})
 # Process group id -> the token that every descendant has in its environment. The token identifies descendants that have
 # started a session of their own, which the process group id alone would miss.
 _tokens: dict[int, str] = {}
@@ -88,7 +90,8 @@ class ProcessTree:
         self._out_path = Path(self._folder.name, "stdout")
         self._err_path = Path(self._folder.name, "stderr")
         token = uuid.uuid4().hex
-        environment = {**os.environ, **(env or {}), TREE_VARIABLE: token}
+        inherited = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS_VARIABLES}
+        environment = {**inherited, **(env or {}), TREE_VARIABLE: token}
         if not has_optional_packages:
             search_path = [str(WITHOUT_OPTIONAL), *filter(None, [environment.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(search_path)
